@@ -67,6 +67,7 @@ def test_figures_are_of_the_shipped_text(path, key, text):
     assert {name: record["text"][name] for name in expected} == expected
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_cards_of_students_are_their_measurements():
     runpy.run_path(str(CARDS / "build.py"))["main"](check=True)  # exits with a message if a card is out of date
 

@@ -53,6 +53,7 @@ def test_the_old_keep_keeps_its_meaning_with_a_warning(workspace):
     assert "--keep " not in memmix("convert", "--help").stdout
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_slices_are_merged_and_distilled_from_a_cache(workspace):
     """Two runs of align on different layers, their merge, and a distillation from the teacher's cache."""
     at = {name: workspace / name for name in ("teacher", "s0", "a", "b", "merged", "cache", "done", "text.txt")}

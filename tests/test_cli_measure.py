@@ -24,6 +24,7 @@ def workspace(tmp_path):
     return tmp_path
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_teacher_beside_student(workspace):
     at = ["--text", workspace / "text.txt", "--tasks", "niah,mqar", "--out", workspace / "eval"]
     result = result_of(memmix("eval", workspace / "student", "--teacher", workspace / "teacher", *at, *SMALL))

@@ -139,6 +139,7 @@ CHOSEN = """
 """
 
 
+@pytest.mark.product  # a new process
 @pytest.mark.parametrize(
     "command",
     [
@@ -213,6 +214,7 @@ def test_a_tracker_receives_the_logs(cached, monkeypatch):
     assert [step for step, names in received if '"loss"' in names] == [1, 2, 4]
 
 
+@pytest.mark.product_rows(r"None")  # one of several examples stays
 @pytest.mark.parametrize("chosen", [None, "logs"])
 def test_tensorboards_files_outlive_the_folder_of_checkpoints(cached, monkeypatch, chosen):
     """Where the user has chosen no folder, they lie beside the output; those in the run folder vanish with it."""
@@ -242,6 +244,7 @@ def test_tensorboards_files_outlive_the_folder_of_checkpoints(cached, monkeypatc
     assert (cached / (chosen or "s1.tensorboard") / "events").is_file()
 
 
+@pytest.mark.product_rows(r"wandb")  # one of several examples stays
 @pytest.mark.parametrize("tracker", ["codecarbon", "wandb"])
 def test_files_of_codecarbon_outlive_the_folder_of_checkpoints(cached, monkeypatch, tracker):
     """Its callback writes into the folder of checkpoints. Who has not asked for it gets no file and no folder."""

@@ -93,6 +93,7 @@ class Every(progress.Lines):
             self._print()
 
 
+@pytest.mark.product_rows(r"align")  # align and distill share this code
 @pytest.mark.parametrize("stage", ["align", "distill"])
 def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path, monkeypatch):
     lines = []

@@ -168,6 +168,7 @@ def test_push_is_one_commit_of_model_and_card(folder, push):
         assert sum(line.startswith("PUT") for line in server.log) == 1, "weights that are there are not sent again"
 
 
+@pytest.mark.product  # a new process
 def test_push_reads_its_settings_from_the_environment(folder):
     assert write_card(folder, "--repo", "me/small").exit_code == 0
     with hub() as server:

@@ -49,6 +49,7 @@ def run(arguments, env, **options):
     )
 
 
+@pytest.mark.product  # a new process
 def test_a_program_loads_a_converted_model_and_keeps_its_arguments_and_its_exit_code(site):
     model = str(asset_path("tiny_gka"))
     done = run(["stand_in", model, "--help", "-x=1"], site)
@@ -56,17 +57,20 @@ def test_a_program_loads_a_converted_model_and_keeps_its_arguments_and_its_exit_
     assert done.returncode == 3
 
 
+@pytest.mark.product  # a new process
 def test_errors_of_the_program_keep_their_traceback(site):
     done = run(["stand_in", "x", "--fail"], site)
     assert "Traceback" in done.stderr and "a mistake inside the program" in done.stderr and done.returncode == 1
 
 
+@pytest.mark.product  # a new process
 def test_a_program_that_is_not_installed_is_one_clear_line():
     done = memmix("run", "no_such_program", "--tasks", "x")
     assert done.exit_code == 1 and "Traceback" not in done.output
     assert done.output.startswith("error: there is no program 'no_such_program'")
 
 
+@pytest.mark.product  # a new process
 def test_importing_torch_imports_nothing_of_ours():
     """hf_memmix has no entry point that torch or transformers would call in programs which do not use it."""
     code = "import sys, torch, transformers; transformers.AutoModelForCausalLM;"
@@ -78,6 +82,7 @@ def test_importing_torch_imports_nothing_of_ours():
     assert list(project["entry-points"]) == ["vllm.general_plugins"]  # read by vLLM, not by torch
 
 
+@pytest.mark.product  # a new process
 def test_a_saved_model_also_loads_by_trust_remote_code(site):
     """A saved model names its classes in `auto_map`, so that a host with trust_remote_code needs no `memmix run`."""
     code = "import sys; from transformers import AutoModelForCausalLM as A;"
@@ -87,6 +92,7 @@ def test_a_saved_model_also_loads_by_trust_remote_code(site):
     assert done.stdout.strip() == "MemMixLlamaForCausalLM", done.stderr
 
 
+@pytest.mark.product  # a program of another library
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
 def test_the_harness_scores_a_local_task(site, tmp_path):
     """`memmix run lm_eval --model hf --model_args pretrained=DIR`."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cli_runner import memmix
 from hf_memmix.assets import asset_path
 
@@ -51,6 +53,7 @@ print(json.dumps([from_help, *(heavy_after(*arguments) for arguments in asked)])
     assert all("Usage: memmix" in text for text, _ in answers[2:-2])
 
 
+@pytest.mark.product  # a new process
 def test_a_command_registers_the_models_before_it_runs():
     folder = str(asset_path("tiny_gka"))
     code = f"""

@@ -184,6 +184,7 @@ def test_no_family_imports_another(folder):
     ]
 
 
+@pytest.mark.product  # a new process
 def test_everything_imports_without_triton():
     """The base install has no triton; nor does `import hf_memmix` load one that is there."""
     code = "import sys; sys.modules['triton'] = None; import hf_memmix, hf_memmix.conversion, hf_memmix.training"

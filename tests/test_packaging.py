@@ -28,6 +28,7 @@ def test_kernels_folder_is_not_a_package():
     assert not (ROOT / "conftest.py").exists()
 
 
+@pytest.mark.product  # a new process
 def test_transformers_imports_from_the_repository_root():
     result = run(sys.executable, "-c", "from transformers import LlamaForCausalLM", cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -72,6 +73,7 @@ def wheel(tmp_path_factory):
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_wheel_holds_every_module_and_data_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     suffixes = {".py", ".yaml"}
@@ -88,6 +90,7 @@ def test_wheel_holds_every_module_and_data_file(wheel):
     assert not missing
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_wheel_holds_no_experiments(wheel):
     """They run in a checkout, which holds their results."""
     assert (EXPERIMENTS / "report.py").is_file()
@@ -95,6 +98,7 @@ def test_wheel_holds_no_experiments(wheel):
     assert not [name for name in names if "experiments/" in name or "/results/" in name]
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_wheel_holds_nothing_else(wheel):
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {

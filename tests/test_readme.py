@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from hf_memmix.commands import serve
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,7 @@ def run(code, folder):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_python_blocks_run_in_order(tmp_path):
     blocks = [text for kind, text in BLOCKS if kind == "python"]
     assert blocks[0].startswith("import hf_memmix") and blocks[0].count(f'from_pretrained("{HUB_ID}"') == 2
@@ -49,6 +52,7 @@ def test_python_blocks_of_the_page_about_generation_run_in_order(tmp_path):
     assert (tmp_path / "document_state").exists()
 
 
+@pytest.mark.product  # all commands of the README
 def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 

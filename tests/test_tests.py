@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import everyday
-
 TESTS = Path(__file__).resolve().parent
 
 
@@ -39,21 +37,3 @@ def test_no_other_code_uses_the_path():
     rooms = ("hf_memmix", "conversion", "training", "kernels", "model_cards")
     files = [file for room in rooms for file in (TESTS.parent / room).rglob("*.py")]
     assert len(files) > 250 and not [file for file in files if "sys.path" in file.read_text()]
-
-
-@pytest.fixture(scope="module")
-def functions():
-    """The tests' names, as the node ids begin."""
-    return [
-        f"{path.relative_to(TESTS.parent)}::{node.name}"
-        for path in TESTS.rglob("test_*.py")
-        for node in parsed(path).body
-        if isinstance(node, ast.FunctionDef)
-    ]
-
-
-@pytest.mark.parametrize("row", [row for rows in everyday.LEFT_OUT.values() for row in rows])
-def test_a_long_test_that_is_left_out_exists(row, functions):
-    """Without its parameters, a row matches a test function that is there."""
-    pattern = re.compile(row.split(r"\[")[0].removesuffix(".*"))
-    assert any(pattern.match(name) for name in functions)

@@ -58,6 +58,7 @@ def test_figures_are_those_of_both_at_once(pair, placed, tmp_path):
         assert found["layer_error"][layer] == pytest.approx(error, rel=1e-4)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_fewer_probabilities_give_a_lower_bound(pair):
     found = {k: compare_in_turn(*pair, load_model, TOKENS, block_size=32, top_k=k)["kl"] for k in (2, 16, 64)}
     assert 0 < found[2] < found[16] < found[64]
@@ -70,6 +71,7 @@ def test_wrong_pairs_are_refused_before_a_model_is_loaded(pair):
         compare_in_turn(*pair, None, TOKENS + 1)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_commands_with_a_device_map(pair, tmp_path):
     student, teacher = pair
     command = ["report", "--student", student, "--teacher", teacher, "--text", tmp_path / "text.txt"]
@@ -96,6 +98,7 @@ def test_commands_with_a_device_map(pair, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 @pytest.mark.parametrize("given", [True, False])
 def test_select_with_a_device_map_gives_the_same_plan(pair, tmp_path, given):
     """The teacher is spread; the mixers come from an aligned student or from a new conversion."""
@@ -113,6 +116,7 @@ def test_select_with_a_device_map_gives_the_same_plan(pair, tmp_path, given):
         assert one["kl"] == pytest.approx(two["kl"], rel=1e-4) and one["nll"] == pytest.approx(two["nll"], abs=1e-4)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_a_mixture_of_aligned_students_with_a_device_map(pair, tmp_path):
     _, teacher = pair
     students = []

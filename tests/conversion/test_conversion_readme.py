@@ -16,6 +16,7 @@ PAGE = ROOT / "conversion" / "README.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.product  # a new process
 def test_the_snippets_run_one_after_the_other(tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL))
     assert "convert_model" in code

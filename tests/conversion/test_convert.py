@@ -66,6 +66,7 @@ def test_a_tensor_in_fp32_of_a_teacher_in_bf16_stays_as_it_is(model_type):
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
+@pytest.mark.product_rows(r"(?!gpt2|gemma|phi3|qwen2_moe|stablelm)")  # some families stay
 @every_third("model_type", sorted(FAMILIES))
 def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_path):
     student = convert_model(tiny_teacher(model_type), keep=[1])

@@ -124,6 +124,7 @@ def test_a_mixture_of_one_mixer_is_the_old_conversion():
 
 
 # grouped keys; fused projections and biases; sliding windows and norms of q and k
+@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
 def test_a_student_of_several_mixers(family, tmp_path):
     """Every layer is that of a conversion to its mixer alone; generation equals the forward; a folder holds all."""
@@ -174,6 +175,7 @@ def test_what_a_mixture_costs():
     assert found["counts"] == student.conversion_report.counts()
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_a_mixture_is_aligned_and_distilled(tmp_path):
     teacher = tiny_teacher(layers=4)
     student = convert_model(teacher, layers=LAYERS, mixers={"ska": {"chunk_size": 4}})
@@ -308,6 +310,7 @@ def workspace(tmp_path):
     return tmp_path
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_commands_with_a_mixture(workspace):
     """convert, a dry run, align, report, card and generate."""
     teacher, text = ["--teacher", workspace / "teacher"], ["--text", workspace / "text.txt"]

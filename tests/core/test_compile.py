@@ -30,6 +30,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.product_rows(r"(?!llama-mixed-gka)")  # torch.compile of a whole model
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "layout", "mixer"),
@@ -107,6 +108,7 @@ def test_a_compiled_step_skips_the_checks_of_layers(mixer, monkeypatch):
     assert type(layer) in skipped or {type(part) for part in layer.children()} <= skipped
 
 
+@pytest.mark.product_rows(r"all-(?!gka)")  # torch.compile of a whole model
 @torch.no_grad()
 @pytest.mark.parametrize(("layout", "mixer"), [*(("all", mixer) for mixer in MIXERS), ("mixed", DEFAULT_MIXER)])
 def test_a_prompt_is_one_graph(layout, mixer):
@@ -135,6 +137,7 @@ def test_second_call_compiles_nothing():
         assert_same(torch.stack(out.logits, 1)[i, :6].to(expected.dtype), expected, tolerance=bound_of_logits(model))
 
 
+@pytest.mark.product  # torch.compile of a whole model
 @torch.no_grad()
 def test_finished_rows_of_a_compiled_decode():
     """A row that ends early keeps its states, and is watched from outside of the one graph."""
@@ -151,6 +154,7 @@ def test_finished_rows_of_a_compiled_decode():
     assert_follows(model, out, turn, shown, [4, 4], "second turn")
 
 
+@pytest.mark.product  # torch.compile of a whole model
 @torch.no_grad()
 def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
     """On a GPU, where each of the three small matrix products would be a kernel that mostly waits."""
@@ -180,6 +184,7 @@ def test_convolutions_and_norms_of_heads_are_one_op_in_a_decode_graph(mixer, mon
     assert not any("short_conv_step" in name for name in calls)
 
 
+@pytest.mark.product  # torch.compile of a whole model
 @pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("stablelm", DEFAULT_MIXER)])
 @pytest.mark.parametrize("layout", ("padded", "plain"))
 def test_training_graph(family, mixer, layout):
@@ -211,6 +216,7 @@ def test_training_graph(family, mixer, layout):
     assert counter.frame_count == 1
 
 
+@pytest.mark.product  # torch.compile of a whole model
 @pytest.mark.parametrize("layer", (0, 1))
 def test_a_layer_that_checkpoints_makes_no_cache(layer):
     """One layer in train mode is enough, whether it has a mixer or attention: in the graph as without it."""
@@ -223,6 +229,7 @@ def test_a_layer_that_checkpoints_makes_no_cache(layer):
         assert run(input_ids=random_ids(1, 5), use_cache=True).past_key_values is None
 
 
+@pytest.mark.product  # torch.compile of a whole model
 @torch.no_grad()
 @pytest.mark.parametrize("family", ("llama", "stablelm"))
 def test_padded_rows_are_sorted_once(family):
@@ -236,6 +243,7 @@ def test_padded_rows_are_sorted_once(family):
     assert len(sorts) == 2, "the order and its inverse"
 
 
+@pytest.mark.product  # torch.compile of a whole model
 def test_training_on_other_lengths():
     """Lengths that vary compile to one more graph with a symbolic length, and not to one a length."""
     model = small("llama", "mixed").train()

@@ -131,6 +131,7 @@ def test_a_mixer_without_parameters_of_its_own_is_initialised():
         assert torch.isfinite(parameter).all(), name
 
 
+@pytest.mark.product  # a new process
 def test_importing_does_not_load_modelling_code():
     """What a command line with `--help`, or a program that may not need it, would wait for."""
     code = "import sys, hf_memmix; print(*(m for m in sys.modules if '.modeling_' in m))"

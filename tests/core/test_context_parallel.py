@@ -127,6 +127,7 @@ def by_three(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("three"), 3, CASES)
 
 
+@pytest.mark.product  # a training in processes of its own
 @pytest.mark.parametrize("name", BY_TWO)
 def test_two_processes_equal_one(by_two, name):
     check(by_two[name])
@@ -188,6 +189,7 @@ def test_no_group_outside_of_a_context():
 HOOKED = [name for name, fields in FAMILIES.items() if "sliding_window" not in fields]
 
 
+@pytest.mark.product_rows(r"odd-(?!gpt2|granite|llama|mixtral)")  # some families stay
 @pytest.mark.parametrize(("layout", "family"), [("odd", name) for name in HOOKED] + [("all", "stablelm")])
 def test_hooks_of_accelerate_change_nothing_outside_of_the_context(layout, family):
     """accelerate attaches them in `prepare`, for good: they drop the masks of all modules "self_attn"."""
@@ -198,6 +200,7 @@ def test_hooks_of_accelerate_change_nothing_outside_of_the_context(layout, famil
             CHECKS[name](model)
 
 
+@pytest.mark.product  # torch.compile of a whole model
 def test_hooks_of_accelerate_under_compile():
     """The model was never called without torch.compile after the hooks were attached."""
     model = build(tiny_config("llama", "odd"))

@@ -46,6 +46,7 @@ def test_gradient_checkpointing(mixer, family):
     check_gradient_checkpointing(tiny_model(family, "odd", mixer, fresh=True))
 
 
+@pytest.mark.product_rows(r"(?!gka-llama).*-all")  # one of several examples stays
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize(
     ("mixer", "family"), [*((mixer, "llama") for mixer in MIXERS), *((DEFAULT_MIXER, family) for family in FAMILIES)]

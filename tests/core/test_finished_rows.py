@@ -64,6 +64,9 @@ def batch(request):
 # ---- caches
 
 
+@pytest.mark.product_rows(
+    r"StaticCache-(gka|coffee|mamba2)", r"DynamicCache-(lattice|ska)"
+)  # one of several examples stays
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("kind", (DynamicCache, StaticCache))
 def test_caches_of_the_library(kind, mixer):
@@ -87,6 +90,7 @@ def test_cache_of_generate_that_is_static():
     batch.second_turn(out.sequences, out.past_key_values, batch.seen())
 
 
+@pytest.mark.product_rows(r"odd")  # one of several examples stays
 @pytest.mark.parametrize("pads", (True, False))
 def test_rows_that_end_by_a_stop_string(batch, pads):
     """With an end-of-sequence token, which never comes here, they get pads; without one they are sampled on."""
@@ -104,6 +108,7 @@ def test_rows_that_end_by_a_stop_string(batch, pads):
     batch.second_turn(out.sequences, out.past_key_values, batch.seen(lengths))
 
 
+@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_rows_that_end_under_synced_gpus(batch, tmp_path):
     """The loop of sharded models (ZeRO-3, FSDP), which asks all processes whether one goes on; here there is one."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
@@ -138,6 +143,7 @@ def test_three_turns(batch):
 # ---- ways to end a row
 
 
+@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_several_end_tokens_of_which_one_pads(batch):
     out = batch.generate(eos_token_id=[batch.end, 2], pad_token_id=batch.end)
     assert (out.sequences[:, -1] == batch.end).any()
@@ -167,6 +173,7 @@ class StopAt(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
+@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_other_stopping_criteria(batch):
     """With an end token rows that met another criterion are padded; without one generate() goes on sampling them."""
     options = {"stopping_criteria": StoppingCriteriaList([StopAt(batch.end)])}
@@ -176,6 +183,7 @@ def test_other_stopping_criteria(batch):
     batch.second_turn(on.sequences, on.past_key_values, batch.seen([max(batch.lengths)] * 3))
 
 
+@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_generation_that_breaks_off(batch):
     """A cache of the user's is right after an exception, too."""
 
@@ -202,6 +210,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.product_rows(r"all-")  # one of several examples stays
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("static", (False, True))
 def test_rows_keep_their_record(static, change, batch):
@@ -212,6 +221,7 @@ def test_rows_keep_their_record(static, change, batch):
         batch.second_turn(out.sequences, cache, batch.seen(), torch.tensor(rows))
 
 
+@pytest.mark.product_rows(r"(all-True|odd-False)")  # one of several examples stays
 @pytest.mark.parametrize("static", (False, True))
 def test_files_and_copies_keep_the_record(static, batch, tmp_path):
     out = batch.generate(past_key_values=RecurrentStateCache(batch.model.config, 40 if static else None))

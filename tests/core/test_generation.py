@@ -151,6 +151,7 @@ def test_cache_is_returned(model):
     assert isinstance(out.past_key_values, RecurrentStateCache)
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_static_multi_turn(model):
     """A static cache, generous in length, serves several turns."""
@@ -196,6 +197,7 @@ def test_masks_are_made_for_attention_layers_only(family, monkeypatch):
         assert bool(made) == (layout != "all")
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_padded_multi_turn(model):
     """The second turn of a left-padded batch."""
@@ -212,6 +214,7 @@ def test_padded_multi_turn(model):
         assert_same_tokens(out.sequences[i, -6:], alone[0][0, -6:])
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_beams_on_a_static_cache(model):
     ids = random_ids(2, 7)
@@ -234,6 +237,7 @@ def test_samples_on_a_static_cache(mixer):
         assert_same_tokens(out[1], out[0])
 
 
+@pytest.mark.product_rows(r"(?!gka).*-static")  # one of several examples stays
 @torch.no_grad()
 @pytest.mark.parametrize("cache", (None, "static"))
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -243,6 +247,7 @@ def test_padded_prompt_token_by_token(mixer, cache):
         check_padded_generation(tiny_model("llama", layout, mixer), prefill_chunk_size=1, cache_implementation=cache)
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_beam_sampling(model):
     ids, out = random_ids(2, 7), []
@@ -252,6 +257,7 @@ def test_beam_sampling(model):
     assert_same_tokens(*out)
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_beams_of_a_padded_batch(model):
     rows = [random_ids(1, n, seed=n) for n in (8, 5)]
@@ -263,6 +269,7 @@ def test_beams_of_a_padded_batch(model):
         assert_same_tokens(out[i, -5:], alone[0, -5:])
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_assistant_of_another_kind(model):
     """A native draft model for a memory model, and a memory model as draft of a native one."""
@@ -283,6 +290,7 @@ def test_assisted_decoding_from_a_filled_cache_is_refused(model):
             greedy(model, torch.cat([ids, ids], 1), past_key_values=cache, **kwargs)
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_a_second_turn_after_assisted_decoding(model):
     """The cache of assisted decoding can be used for a second turn without assistance."""
@@ -349,6 +357,7 @@ def test_quantized_cache_is_refused(model):
         greedy(model, random_ids(1, 5), cache_implementation="quantized")
 
 
+@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_streamer_and_stopping(model):
     """Tokens stream out one by one, and a stop token ends the row."""

@@ -181,6 +181,7 @@ def test_gradient_checkpointing_changes_nothing():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
+@pytest.mark.product  # one training per kind of mixer stays
 def test_trainer(tmp_path):
     """Two classes of images that differ by their mean are told apart, also after the checkpoint is loaded."""
     x = images(32, 32, 32).float() * 0.1

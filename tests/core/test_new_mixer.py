@@ -228,6 +228,7 @@ def test_further_checks(model):
     check_gradient_checkpointing(leaky_model())
 
 
+@pytest.mark.product  # torch.compile of a whole model
 @pytest.mark.compiles
 @torch.no_grad()
 def test_static_decode_is_one_graph():

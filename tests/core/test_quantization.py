@@ -89,6 +89,7 @@ def test_every_layer_that_makes_a_gate_or_decay_is_declared(kind):
     assert all(isinstance(getattr(mixer, name, layer), nn.Linear) for name in mixer.steering_layers)
 
 
+@pytest.mark.product_rows(r"(4|8)bit")  # one of several examples stays
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quantized_student_is_saved_and_loaded(tmp_path, method):
     model = AutoModelForCausalLM.from_pretrained(
@@ -123,6 +124,7 @@ def held_out():
     return blocks, loss_of_the_bundled_student(blocks)
 
 
+@pytest.mark.product_rows(r"(int8|8bit)")  # one of several examples stays
 @pytest.mark.parametrize("method", METHODS)
 def test_perplexity_stays_near_that_of_bf16(method, held_out):
     blocks, plain = held_out
@@ -131,6 +133,7 @@ def test_perplexity_stays_near_that_of_bf16(method, held_out):
     assert abs(rise) < (0.1 if method == "4bit" else 0.02)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 @pytest.mark.parametrize("method", METHODS)
 def test_qlora_trains_and_merges(method):
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training

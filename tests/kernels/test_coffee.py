@@ -48,6 +48,7 @@ def agrees(fn, inputs: dict, tolerance: float = 1e-5, **options) -> None:
     assert_close(got, want, lambda name: tolerance * (1 + name.startswith("d ")))
 
 
+@pytest.mark.product_rows(r"triton-(row|filter)")  # variants of an op
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
 @pytest.mark.parametrize(("gate", "filtered"), [(0, True), (2, False), (3, True)], ids=["filter", "row", "both"])
 def test_every_gate(feedback, gate, filtered, backend, poisoned_empty):
@@ -68,6 +69,7 @@ def test_equation_4_with_its_bias():
     assert error(y, torch.stack(outputs, 1)) <= 1e-12
 
 
+@pytest.mark.product_rows(r"triton-(33|64)")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("n", [1, 2, 5, 33, 64])
 def test_every_number_of_states(n, backend):
     agrees(K.chunk_coffee, draw(1, 18, 3, n))
@@ -90,6 +92,7 @@ LAUNCH_OPTIONS = [
 ]
 
 
+@pytest.mark.product_rows(r"(packed-\(\([14]|batched)")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("options", LAUNCH_OPTIONS, ids=str)
 @pytest.mark.parametrize("bounds", [None, [0, 0, 3, 27, 37]], ids=["batched", "packed"])
 def test_every_choice_of_launch_options(options, bounds, monkeypatch):
@@ -122,6 +125,7 @@ def test_no_sequences(method, backend):
     assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), parameters))
 
 
+@pytest.mark.product  # many tokens or iterations
 @pytest.mark.parametrize("T", [1, 15, 16, 70])
 def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
     """With chunks of 16: less than one chunk, one chunk, and four chunks and a rest. Gradients use checkpoints per
@@ -136,6 +140,7 @@ def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
     assert not _of_the_op(recwarn)
 
 
+@pytest.mark.product_rows(r"triton-(?!token)")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
 def test_shooting_takes_every_gate(feedback, backend, monkeypatch, recwarn):
     if backend == "triton":
@@ -153,6 +158,7 @@ def wild(T: int) -> dict:
     return {**inputs, "w": 3 * inputs["w"], "u": 8 * inputs["u"], "lam": 0 * inputs["lam"]}
 
 
+@pytest.mark.product  # many tokens or iterations
 def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
     """Most of the 24 chunks of `wild` inputs still change after PATIENCE iterations, so the scan computes
     the results.
@@ -212,6 +218,7 @@ def test_bad_values_are_named():
             K.check_coffee(lam, torch.tensor([[[0.0, value], [1.0, value]]]))
 
 
+@pytest.mark.product  # many tokens or iterations
 def test_stays_bounded_over_a_million_steps(monkeypatch):
     """2^20 tokens of +-1 in pieces with a carried state, with lambda from -2 to 0.
 

@@ -43,6 +43,20 @@ def within(op, dtype=torch.float32):
     return lambda name: op.tolerance(dtype, grad=name.startswith("d "))
 
 
+@pytest.mark.product_rows(
+    r"triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
+    r"triton-carried-1x17x.*-gla_shared",
+    r"triton-fresh-2x1x.*-(?!gla\])",
+    r"triton-.*-gka_sketched",
+)  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*-lattice_(enc|sim|free)")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"(torch|native)-(?!carried-1x(17|130)x).*-lattice_")  # variants of an op
+@pytest.mark.product_rows(
+    r"(torch|native)-.*-(?!(1x17|1x63|2x1)x)\dx\d+x.*gka",
+    r"(torch|native)-(fresh-.*gka|carried-1x63x.*gka_)",
+    r"native-carried-1x63x.*gka\]",
+)  # the reference of GKA solves per token
+@pytest.mark.product_rows(r"(torch|native)-fresh-(1x(20|63|65|66|130)|2x64)x")  # many tokens or iterations
 @every_op
 @pytest.mark.parametrize("shape", [*SHAPES, LARGEST], ids=str)
 @pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
@@ -91,6 +105,9 @@ def test_each_gradient_alone(op):
             torch.testing.assert_close(alone, expected, msg=name)
 
 
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*short_conv")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"(torch|native)-.*gka_[rs]", r"native-gka")  # the reference of GKA solves per token
 @every_op
 def test_float64(op, backend):
     """In float64, where rounding is small: outputs, states and every gradient, on each path that accepts float64."""
@@ -105,6 +122,12 @@ def test_float64(op, backend):
     assert_close(got, want, within(op, torch.float64))
 
 
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*short_conv")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"torch-torch.float16-(?!gla)")  # variants of an op
+@pytest.mark.product_rows(
+    r"(torch|native)-.*gka_[rs]", r"native-torch.float16-gka\]", r"native-torch.bfloat16-gka\]"
+)  # the reference of GKA solves per token
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_precision(op, dtype, backend):
@@ -138,6 +161,10 @@ def in_parts(op, cuts):
     return split
 
 
+@pytest.mark.product_rows(
+    r"triton-.*(lattice|ska|gka|coffee_f|gla_)", r"triton-coffee", r"triton-short_conv"
+)  # large for Triton's interpreter
+@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @every_op
 def test_split_with_carried_state_equals_whole(op, backend):
     """Outputs, final state and all gradients are equal; gradients reach earlier parts through the carried states."""
@@ -147,6 +174,7 @@ def test_split_with_carried_state_equals_whole(op, backend):
     assert_close(got, want, within(op))
 
 
+@pytest.mark.product_rows(r"triton")  # large for Triton's interpreter
 @pytest.mark.parametrize("options", [{"num_iterations": 8}, {"refinement": (3, 4)}], ids=str)
 def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backend):
     """With few iterations the solver has not converged. The gradients still do not depend on splits of the
@@ -166,6 +194,7 @@ def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backen
         assert_close(got, want, lambda name: tolerance)
 
 
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
 @every_op
 def test_steps_equal_chunks(op, backend):
     shape = SMALL._replace(B=2, T=9, H=4, Hk=2, D=48)
@@ -177,6 +206,9 @@ def test_steps_equal_chunks(op, backend):
     assert all(error(a, b) <= op.tolerance(torch.float32) for a, b in zip(state, want_state, strict=True))
 
 
+@pytest.mark.product_rows(
+    r"triton-.*(lattice|ska|gka|coffee_f|gla_)", r"triton-(24-torch.int32|64-torch.int64)"
+)  # large for Triton's interpreter
 @every_op
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("gap", [64, 24])  # with the second one, no state begins at a multiple of 16 bytes
@@ -211,6 +243,10 @@ def test_steps_on_pages(op, gap, index_dtype, backend):
     )
 
 
+@pytest.mark.product_rows(
+    r"triton-.*(lattice|ska|gka|coffee_f|gla_)", r"triton-coffee", r"triton-short_conv"
+)  # large for Triton's interpreter
+@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @every_op
 def test_packed_equals_separate(op, backend):
     inputs = op.draw(SMALL, torch.float32)
@@ -239,6 +275,7 @@ def test_packed_equals_separate(op, backend):
         assert_close(got, want, within(op))
 
 
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
 @pytest.mark.parametrize("op", [op for op in OPS if op.silence], ids=str)
 def test_padding_writes_nothing(op, backend):
     """Rows padded on the left or on both sides equal the rows without padding; gradients at padded tokens are zero."""
@@ -273,6 +310,8 @@ def test_padding_writes_nothing(op, backend):
         assert error(grads[name], total) <= op.tolerance(torch.float32, grad=True), name
 
 
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @every_op
 def test_is_causal(op, backend):
     inputs = op.draw(SMALL, torch.float32)
@@ -284,6 +323,7 @@ def test_is_causal(op, backend):
     assert torch.equal(o[:, :40], changed_o[:, :40])
 
 
+@pytest.mark.product_rows(r"(lattice_|gka_sketched)")  # variants of an op
 @every_op
 def test_gradcheck_of_naive(op):
     """The gradients of the reference by autograd equal finite differences in float64."""
@@ -302,6 +342,11 @@ def test_gradcheck_of_naive(op):
     assert torch.autograd.gradcheck(fn, [t.requires_grad_() for t in (*inputs.values(), *state)])
 
 
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
+@pytest.mark.product_rows(
+    r"(torch|native)-.*gka_[rs]", r"(torch|native)-gka\]"
+)  # the reference of GKA solves per token
 @every_op
 def test_gradient_of_log_decay_stays_local(op, backend):
     """The gradient of the decay is summed within chunks, so its error does not grow with the length of the
@@ -321,6 +366,9 @@ def test_gradient_of_log_decay_stays_local(op, backend):
     assert error(got["d log_decay"], want["d log_decay"]) <= op.tolerance(torch.float32, grad=True)
 
 
+@pytest.mark.product_rows(r"triton-(none|total-(gka|gla_))")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
+@pytest.mark.product_rows(r"(torch-(none|total)|native-(none|strong))-gka\]")  # the reference of GKA solves per token
 @every_op
 @pytest.mark.parametrize("decay", [0.0, -1e4], ids=["none", "total"])  # test_hard_inputs.py has those between
 def test_extreme_decay(op, decay, backend):

@@ -67,6 +67,7 @@ def test_every_op_was_compiled():
     assert {row["op"].split()[0] for row in COMPILED} == folders
 
 
+@pytest.mark.product  # its parts have tests
 def test_a_row_of_the_json_is_what_the_script_finds(tmp_path):
     out, wanted = tmp_path / "rows.json", ["sm_86", "gfx942"]
     script = ROOT / "kernels" / "benchmarks" / "gpu_generations.py"

@@ -16,6 +16,7 @@ import hf_memmix_kernels as K
 NORMALISED = 3e-7
 
 
+@pytest.mark.product_rows(r"dec")  # many tokens or iterations
 @pytest.mark.parametrize("variant", ["dec", "enc"])
 def test_norms_after_many_steps(variant, monkeypatch):
     """After ten blocks, at a step size that amplifies errors, outputs and final state equal the float64 recurrence and

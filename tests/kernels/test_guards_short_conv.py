@@ -66,6 +66,7 @@ def test_kept_tables_are_computed_once():
     assert chunk_table(bounds, 14, 2)[2] == 14 // 2 + 2
 
 
+@pytest.mark.product_rows(r"triton-packed")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 9, 21]], ids=["batched", "packed"])
 def test_inputs_are_clamped_and_may_be_a_slice_as_in_steps(cu_seqlens, backend, poisoned_empty):
     """As in Mamba-2: x is a part of a fused projection. A step gives the same as the whole, also in its state."""

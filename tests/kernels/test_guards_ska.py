@@ -15,6 +15,7 @@ SHAPE = Shape(1, 170, 1, 1, 8, 6)
 TIES = {"block": (3, 9), "blocks": (3, 70), "chunks": (3, 117)}
 
 
+@pytest.mark.product_rows(r"triton")  # variants of an op
 @pytest.mark.parametrize("places", TIES.values(), ids=TIES)
 def test_ties_share_the_gradient_of_the_norm(places, backend):
     """If both keys are scaled, nu is scaled. So the sum of both gradients does not depend on how the gradient of nu is
@@ -38,6 +39,7 @@ def test_ties_share_the_gradient_of_the_norm(places, backend):
     assert abs(shares[K.chunk_ska] - shares[K.naive_ska]) <= 1e-3
 
 
+@pytest.mark.product_rows(r"(.*-2\]|[23] equal)")  # variants of an op
 @pytest.mark.parametrize("power", [0, 2])
 @pytest.mark.parametrize("equal", [2, 3, 4], ids=lambda n: f"{n} equal features")
 def test_pivots_lost_by_rounding(equal, power, monkeypatch):

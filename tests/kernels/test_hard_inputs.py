@@ -106,6 +106,11 @@ def compare(op, name: str, length: str, dtype: torch.dtype):
 hard = pytest.mark.parametrize(("op", "name"), pairs(OPS), ids=str)
 
 
+@pytest.mark.product_rows(
+    r"torch-(?!chunks-(?!gka|lattice_|coffee_f))",
+    r"native-(?!chunks-(?!gka))",
+    r"triton-(?!short-(gla|lattice|coffee|ska)-(small values, common|equal tokens|no values))",
+)  # per op, the torch and native paths at two chunks stay
 @hard
 @pytest.mark.parametrize("length", LENGTHS)
 def test_float32(length, op, name, backend):
@@ -116,6 +121,7 @@ def test_float32(length, op, name, backend):
     compare(op, name, length, torch.float32)
 
 
+@pytest.mark.product_rows(r"(?!chunks-lattice-)")  # per op, the torch and native paths at two chunks stay
 @hard
 @pytest.mark.parametrize("length", LENGTHS)
 def test_bfloat16(length, op, name, monkeypatch):
@@ -137,6 +143,7 @@ def test_on_a_gpu(dtype, op, name, monkeypatch):
     compare(op, name, "chunks" if op.name.startswith("gka") else "long", dtype)
 
 
+@pytest.mark.product  # per op, the torch and native paths at two chunks stay
 @pytest.mark.parametrize(("op", "name"), pairs(FORMS), ids=str)
 def test_other_forms(op, name, backend):
     """Options of an op, and methods that compute the same in another way."""
@@ -147,6 +154,9 @@ def test_other_forms(op, name, backend):
     compare(op, name, "chunks", torch.float32)
 
 
+@pytest.mark.product_rows(
+    r"(triton|torch-(lattice|coffee|gka)|native-(.*_))"
+)  # per op, the torch and native paths at two chunks stay
 @torch.no_grad()
 @hard
 def test_steps(op, name, backend):

@@ -50,6 +50,7 @@ def results(fn, inputs: dict, options: dict, weights: list) -> dict:
     return named | {f"d {n}": g for n, g in zip(leaves, grads, strict=True)}
 
 
+@pytest.mark.product_rows(r"triton")  # per op, the torch and native paths at two chunks stay
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -83,6 +84,7 @@ def test_zero(name, backend):
         assert not bad, (zero, bad)
 
 
+@pytest.mark.product_rows(r"triton")  # per op, the torch and native paths at two chunks stay
 @torch.no_grad()
 @pytest.mark.parametrize("scale", [0.0, *SCALES])
 @pytest.mark.parametrize("path", ["native", "triton"])

@@ -36,6 +36,7 @@ def compare(options, shape, dtype, tolerance, bounds=None, **scales):
     assert_close(found[1], found[0], lambda name: tolerance)
 
 
+@pytest.mark.product_rows(r"triton-.*-0\.0\]")  # variants of an op
 @pytest.mark.parametrize(("variant", "project", "l1"), RULES)
 def test_every_rule_in_float64(variant, project, l1, backend):
     """Packed sequences with a forget gate. Only float64 is compared, because soft thresholds have kinks."""
@@ -55,6 +56,7 @@ def test_every_rule_on_a_gpu(variant, project, l1, dtype):
     compare(options, Shape(2, 150, 2, 2, 64, 64), dtype, 2 * TOLERANCE[dtype], None)
 
 
+@pytest.mark.product  # many tokens or iterations
 @pytest.mark.parametrize("variant", ["enc", "sim"])
 def test_a_slot_whose_old_value_is_erased(variant, backend):
     """In one token of the second window, keep = 1 + gamma c p = 0, so the kernels must not divide by it. Packed input.
@@ -84,6 +86,7 @@ def test_a_slot_whose_old_value_is_erased(variant, backend):
     assert_close(got, want, lambda name: 1e-10)
 
 
+@pytest.mark.product  # many tokens or iterations
 @pytest.mark.parametrize("a", [0.5, 0.01, -0.9])
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
@@ -149,6 +152,7 @@ def test_total_decay_is_finite():
     assert all(torch.isfinite(t).all() for t in (o, state, *grads))
 
 
+@pytest.mark.product  # many tokens or iterations
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_norms_stay_one_for_100k_steps(variant):
     """25 calls of 4000 steps in float32 with a carried state, two slots of size four."""

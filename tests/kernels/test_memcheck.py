@@ -17,6 +17,7 @@ def interpreted(monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
 
 
+@pytest.mark.product_rows(r"(?!gla-packed)")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
 @pytest.mark.parametrize("op", [op for op in OPS if not op.brief], ids=str)
 def test_every_access_is_inside(op, packed):

@@ -108,6 +108,7 @@ def test_without_a_working_compiler_the_torch_path_runs(script, message, fresh, 
     assert time.monotonic() - start < 15, "waited for a child of the compiler"
 
 
+@pytest.mark.product  # a new process
 def test_a_cache_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     """The code is compiled for this process alone."""
     want = on_torch_path(monkeypatch, gka_token)
@@ -118,6 +119,7 @@ def test_a_cache_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     assert all(error(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.product  # a new process
 def test_a_file_that_was_cut_off_is_compiled_again(fresh, monkeypatch):
     """The loader would crash the process on it."""
     want = gka_token()
@@ -130,6 +132,7 @@ def test_a_file_that_was_cut_off_is_compiled_again(fresh, monkeypatch):
     assert [path.read_bytes() for path in fresh.iterdir()] == [complete]
 
 
+@pytest.mark.product  # its parts have tests
 def test_code_of_others_is_not_loaded(fresh, monkeypatch):
     """In a cache that others can write, they could replace the code that this user runs."""
     gka_token()
@@ -150,6 +153,7 @@ def test_a_user_without_a_home(fresh, monkeypatch):
     assert _native.library("gla", needed=True) is not None
 
 
+@pytest.mark.product  # a new process
 def test_two_processes_at_once(fresh):
     command = [sys.executable, "-c", ONE_STEP]
     processes = [subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -411,6 +415,7 @@ def test_forward_derivatives_and_traces(monkeypatch):
     assert error(traced(x), unit_heads(x, None, None, 1e-6)) < 1e-6
 
 
+@pytest.mark.product  # a new process
 def test_a_fork_while_another_thread_compiles(fresh):
     """The child does not wait for the parent's thread."""
     code = """

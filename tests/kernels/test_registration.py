@@ -37,6 +37,10 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.product_rows(r"triton-(?!gla)")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(
+    r"torch-packed-(?!gka)", r".*-(gka_[rs]|lattice_|gla_s|coffee_f)", r"(torch-batched|native-packed)-(?!gka)"
+)  # variants of an op
 @once_per_function
 @pytest.mark.parametrize("bounds", [None, [0, 7, 20]], ids=["batched", "packed"])
 def test_compiles_to_one_graph(op, bounds, backend):
@@ -109,6 +113,8 @@ def test_a_bias_and_lengths_that_are_not_contiguous(backend):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.product_rows(r"triton-(?!gla)")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r".*-(gka_[rs]|lattice_|gla_s|coffee_f)", r"torch-(?!gka|gla)")  # variants of an op
 @every_op
 def test_step_compiles_and_updates_in_place(op, backend):
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
@@ -123,6 +129,7 @@ def test_step_compiles_and_updates_in_place(op, backend):
     assert all(error(a, b) <= 1e-6 for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.product_rows(r"(?!(gka|lattice)\])")  # variants of an op
 @pytest.mark.compiles
 @torch.no_grad()
 @once_per_function
@@ -140,6 +147,7 @@ def test_a_compiled_step_copies_no_state(op):
     assert ".default(" in code and not shapes & {tuple(s.shape) for s in state}
 
 
+@pytest.mark.product_rows(r"(?!gla\])")  # variants of an op
 @once_per_function
 def test_opcheck(op):
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
@@ -156,6 +164,8 @@ def test_opcheck(op):
         torch.library.opcheck(func, args, kwargs)
 
 
+@pytest.mark.product_rows(r"triton-(?!gla)", r"triton")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r".*-(gka_[rs]|lattice_|gla_s|coffee_f)", r"torch-(?!gla|gka\])")  # variants of an op
 @every_op
 def test_step_on_pages_compiles(op, backend):
     """The compiled function gets the memory of a pool and makes views of its states; the page indices change."""
@@ -176,6 +186,7 @@ def test_step_on_pages_compiles(op, backend):
     assert torch.equal(mine.outside([1, 3]), theirs.outside([1, 3]))
 
 
+@pytest.mark.product_rows(r"(?!gla\])")  # variants of an op
 @once_per_function
 def test_opcheck_of_a_step_on_pages(op):
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
@@ -222,6 +233,7 @@ class Fills(TorchDispatchMode):
         return result
 
 
+@pytest.mark.product_rows(r"triton-(?!gla\])")  # one row per kernel stays in the interpreter
 @once_per_function
 def test_an_unused_output_counts_as_one_with_a_zero_gradient(op, backend):
     """The gradient of an unused output is None in backward."""
@@ -241,6 +253,7 @@ def test_an_unused_output_counts_as_one_with_a_zero_gradient(op, backend):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.product_rows(r"triton-(lattice|gka)")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("op", [op for op in OPS if op.name in ("coffee", "lattice", "gka")], ids=str)
 def test_what_forward_keeps_is_never_filled_with_zeros(op, backend):
     """The tensor kept for backward has no gradient and is the largest of a call."""
@@ -318,6 +331,7 @@ def test_unknown_backend_raises(value, monkeypatch):
         op.run(op.fast, op.draw(SHAPE, torch.float32))
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
 def test_short_conv_pads_by_lengths(backend):
     """Right-padded rows equal the rows without padding for any values at the padding, whose gradient is zero."""
     import hf_memmix_kernels as K

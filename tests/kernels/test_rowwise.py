@@ -61,6 +61,7 @@ def compare(got: dict, want: dict, dtype: torch.dtype):
     assert_close(got, want, lambda name: TOLERANCE[dtype] * (2 if name.startswith("d ") else 1))
 
 
+@pytest.mark.product_rows(r"triton-.*(float16|bfloat16|float64|67, 5)")  # one row per kernel stays in the interpreter
 @every_dtype
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_unit_heads_equals_naive(shape, dtype, backend, poisoned_empty):
@@ -76,6 +77,9 @@ def test_unit_heads_equals_naive(shape, dtype, backend, poisoned_empty):
 NORMS = [(row, t) for t in DTYPES for row in ROWS if DEVICE == "cuda" or t == torch.float32 or row == ROWS[0]]
 
 
+@pytest.mark.product_rows(
+    r"triton-.*(float16|bfloat16|float64|130\)|1000\)|48\))", r"triton-(silu-False|.*, 32\), 1\))"
+)  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize(("shape", "dtype"), NORMS, ids=str, indirect=["dtype"])
 @pytest.mark.parametrize(("activation", "norm_first", "limit"), GATES, ids=str)
 def test_gated_norm_equals_naive(shape, activation, norm_first, limit, dtype, backend, poisoned_empty):

@@ -149,6 +149,7 @@ def compile_op(*arguments: str) -> None:
     assert done.returncode == 0 and lines, "\n".join([*bad, done.stderr[-4000:]])
 
 
+@pytest.mark.product  # many tokens or iterations
 def test_one_kernel_compiles_soundly():
     compile_op("gla", "--dtypes", "bfloat16", "--sizes", "32x32", "--layouts", "batched")
 

@@ -29,6 +29,8 @@ def statistics(r: int, P: int, tokens: int) -> tuple[torch.Tensor, ...]:
     return k, v, k.mT @ k, k[1:].mT @ k[:-1], v.mT @ k
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"torch-raw")  # variants of an op
 @pytest.mark.parametrize("power", range(5))
 @pytest.mark.parametrize("spectral_norm", [False, True], ids=["raw", "normalised"])
 def test_every_power(power, spectral_norm, backend):
@@ -88,6 +90,7 @@ def test_whitened_operator_never_expands():
             assert 0.8 * true <= estimate <= true * (1 + 1e-9)
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
 def test_nu_cancels(backend):
     """If keys and queries are scaled, the output is the same, because the ridge is in units of nu^2."""
     inputs = draw(SHAPE._replace(B=1), torch.float32)
@@ -117,6 +120,7 @@ def test_two_kinds_of_ends_are_refused():
             K.chunk_ska(**inputs, **where)
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
 @pytest.mark.parametrize("normalization", ["running_max", "sequence_max"])
 def test_action_mask(normalization, backend):
     """A token outside the mask reads but is not stored and is not a neighbour of other tokens; its key gets no
@@ -137,6 +141,7 @@ def test_action_mask(normalization, backend):
     assert error(soft, got) <= 1e-6
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
 def test_sequence_max_ignores_pads(backend):
     """The largest key norm of a row is that of a token, even if padded keys are larger."""
     inputs, lengths = draw(SHAPE, torch.float32), torch.tensor([SHAPE.T, 9], device=DEVICE)
@@ -149,6 +154,7 @@ def test_sequence_max_ignores_pads(backend):
     assert all(error(s[1:], w) <= SKA.tolerance(torch.float32) for s, w in zip(final, want_final, strict=True))
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
 def test_padding_by_lengths(backend):
     """Right-padded rows equal the rows without padding for any values at the padding, whose gradient is zero."""
     shape = SHAPE._replace(B=3)
@@ -178,6 +184,7 @@ def test_padding_by_lengths(backend):
         assert torch.isfinite(grads[name]).all() and not grads[name][padded].any(), name
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
 def test_step_at_every_token(backend):
     """refresh_every=1 gives the results of chunks of one token, for every number of tokens between two inversions."""
     dtype = F64 if backend == "torch" else torch.float32
@@ -200,6 +207,8 @@ def test_step_at_every_token(backend):
     assert all(error(mine[i], final[i]) <= SKA.tolerance(dtype) for i in (0, 2, 3))
 
 
+@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"torch-(constant|huge|tiny)")  # variants of an op
 @pytest.mark.parametrize("case", ["zero", "constant", "one direction", "huge", "tiny", "growing"])
 def test_extreme_inputs_stay_finite(case, backend):
     """Outputs, states and gradients are finite at the paper's ridge."""

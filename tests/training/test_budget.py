@@ -69,6 +69,7 @@ def test_a_student_with_lora_trains_merges_and_predicts_as_before_the_merge(tmp_
         assert torch.allclose(merged, seen["logits"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.product  # its parts have tests
 @pytest.mark.parametrize("quantize", PRECISIONS)
 def test_an_interrupted_run_with_lora_ends_like_a_whole_one(tmp_path, quantize):
     from transformers import TrainerCallback
@@ -187,6 +188,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
 OPTIMIZERS = ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adamw_torch_8bit"]
 
 
+@pytest.mark.product_rows(r"adamw_torch_8bit")  # its parts have tests
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_by_name_keeps_the_rates_of_the_groups(tmp_path, name):
     """Each group has its own rate and decay, frozen parameters do not move, and mixers move most."""

@@ -112,6 +112,7 @@ def finish(folder):
     return student.state_dict()
 
 
+@pytest.mark.product  # a training in processes of its own
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_kill_leaves_the_last_good_checkpoint(tmp_path, whole, moment):
     killed = start(tmp_path, KILLS[moment])
@@ -126,6 +127,7 @@ def test_a_kill_leaves_the_last_good_checkpoint(tmp_path, whole, moment):
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.product  # a training in processes of its own
 @pytest.mark.parametrize(("limit", "who"), [(20_000, "serializing"), (100_000, "iostream error")])
 def test_out_of_room_is_a_clear_error_and_spares_the_last_checkpoint(tmp_path, whole, limit, who):
     """The smaller limit stops the weights (safetensors), the larger one the optimizer's file (torch)."""
@@ -139,6 +141,7 @@ def test_out_of_room_is_a_clear_error_and_spares_the_last_checkpoint(tmp_path, w
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.product  # a training in processes of its own
 def test_out_of_room_in_the_export_spares_the_folder_before_it(tmp_path):
     body = """
     student = convert_model(tiny_teacher("llama", layers=2))

@@ -120,6 +120,7 @@ def alone(tmp_path_factory):
 OFFLOAD = {"TRAINER": json.dumps({"fsdp": "full_shard offload", "fsdp_config": {"version": 2}})}
 
 
+@pytest.mark.product  # a training in processes of its own
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "offload"])
 def test_two_processes_train_what_one_does(tmp_path, alone, kind):
     # before 5.23 the library cannot resume a CPU run of several processes: it maps tensors to "cpu:0"

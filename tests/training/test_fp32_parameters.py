@@ -43,6 +43,8 @@ def declared(student):
     }
 
 
+@pytest.mark.product_rows(r"(?!.*gka)")  # one training per kind of mixer stays
+@pytest.mark.product_rows(r".*align")  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stage):
@@ -56,6 +58,7 @@ def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stag
         assert torch.equal(tensor, trained[name].to(torch.float32 if name in names else torch.bfloat16)), name
 
 
+@pytest.mark.product_rows(r"(?!.*gka)")  # one training per kind of mixer stays
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_two_align_runs_of_a_bf16_student_merge(tmp_path, data, mixer):
     save_student(bf16_student(mixer), tmp_path / "start")

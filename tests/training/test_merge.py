@@ -34,6 +34,7 @@ def trained(teacher, data, folder, layers, **options):
     return folder / layers
 
 
+@pytest.mark.product  # its parts have tests
 def test_merged_slices_equal_one_run(tmp_path, teacher, data):
     save_student(convert_model(teacher, keep=[2]), tmp_path / "start")
     whole = load_model(trained(teacher, data, tmp_path, "all"))
@@ -56,6 +57,7 @@ def test_a_slice_trains_its_layers_alone(tmp_path, teacher, data):
     assert changed and all(name.startswith("model.layers.1.self_attn.") for name in changed)
 
 
+@pytest.mark.product  # its parts have tests
 def test_students_that_cannot_be_merged_are_refused(tmp_path, teacher, data):
     save_student(convert_model(teacher, keep=[2]), tmp_path / "start")
     first = trained(teacher, data, tmp_path, "0-1", steps=2)

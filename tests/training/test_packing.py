@@ -155,6 +155,7 @@ def test_a_folder_of_the_datasets_library_streams(sources):
     assert all(torch.equal(next(rows)["input_ids"], wanted[i]["input_ids"]) for i in range(len(wanted)))
 
 
+@pytest.mark.product  # its parts have tests
 def test_a_stream_trains_and_resumes_like_rows_in_memory(sources, tmp_path):
     """The order of a stream is the files'; a broken run reads on where it was, and other data are refused."""
     from transformers import TrainerCallback
@@ -185,6 +186,7 @@ def test_a_stream_trains_and_resumes_like_rows_in_memory(sources, tmp_path):
         run(tmp_path / "broken", files[:2])
 
 
+@pytest.mark.product  # one of several examples stays
 @pytest.mark.parametrize("read", [TokenBlocks.from_files, StreamedBlocks])
 def test_packed_documents_from_which_a_mixer_learns_nothing(read, tmp_path, caplog):
     """SKA reads a document from its second chunk on. Too short documents are refused, a majority of them is said."""

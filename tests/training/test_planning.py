@@ -152,6 +152,7 @@ print(sum(t.untyped_storage().nbytes() for t in kept.values()))
 """
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 @pytest.mark.parametrize("lora", [False, True])
 def test_activations_of_a_layer_are_what_autograd_keeps_with_the_kernels(lora):
     """Triton's interpreter runs the kernels of the GPU, which keep fewer tensors than the torch path."""

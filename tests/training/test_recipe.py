@@ -256,6 +256,7 @@ def test_slices_of_layers():
             chosen(layers)
 
 
+@pytest.mark.product  # one training per kind of mixer stays
 @pytest.mark.parametrize("kind", ["shared", "lora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_teacher_of_shared_weights_teaches_like_a_copy(tmp_path, kind, family):

@@ -46,6 +46,7 @@ def test_a_trained_student_has_all_that_the_first_had(workspace, stage):
     assert {path.stat().st_mode & 0o777 for path in trained.values()} == {0o644}
 
 
+@pytest.mark.product_rows(r"align")  # align and distill share this code
 @pytest.mark.parametrize("stage", ["align", "distill"])
 def test_a_trained_student_has_the_dtypes_of_the_first(workspace, stage):
     """It is trained in fp32 and written as it was: bf16, but for what a mixer keeps in fp32."""

@@ -62,6 +62,7 @@ def test_another_student_or_teacher_does_not_continue_a_run(tmp_path, teacher, d
 # ---- whole checkpoints
 
 
+@pytest.mark.product_rows(r"align")  # align and distill share this code
 @STAGES
 def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
     stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)

@@ -70,6 +70,7 @@ def losses(result):
 # ---- the layers of a teacher, one by one
 
 
+@pytest.mark.product_rows(r"bf16-(?!.*(llama|gemma|gpt|moe))")  # one of several examples stays
 @every_third("family", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_layers_one_by_one_compute_what_the_whole_teacher_does(tmp_path, family, dtype):
@@ -109,6 +110,7 @@ def test_one_layer_and_no_other_has_weights(tmp_path):
     assert teacher.resident_parameters() == norm
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_a_run_never_holds_more_than_one_layer(tmp_path, monkeypatch):
     student, teacher = models(tmp_path)
     model = load_model(teacher)
@@ -143,6 +145,7 @@ def test_a_layer_that_gets_more_than_hidden_states_is_refused(tmp_path, monkeypa
 # ---- the same as in memory
 
 
+@pytest.mark.product  # its parts have tests
 @pytest.mark.parametrize(
     ("family", "mixer", "keep", "extra"),
     [
@@ -165,6 +168,7 @@ def test_losses_and_student_are_those_of_align(tmp_path, family, mixer, keep, ex
     assert not (tmp_path / ".out.run").exists() and not (tmp_path / ".out.spool").exists()
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_packed_rows_of_a_bf16_teacher(tmp_path):
     data = rows(positions=torch.cat([torch.arange(5), torch.arange(11)]).repeat(20, 1))
     student, teacher = models(tmp_path, dtype=torch.bfloat16)
@@ -176,6 +180,7 @@ def test_packed_rows_of_a_bf16_teacher(tmp_path):
     assert not torch.equal(losses(plain), losses(result))
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_clipping_by_layer_is_close_to_clipping_of_all(tmp_path):
     student, teacher = models(tmp_path)
     plain = in_memory(tmp_path, rows(), steps=6)
@@ -188,6 +193,7 @@ def test_clipping_by_layer_is_close_to_clipping_of_all(tmp_path):
     torch.testing.assert_close(losses(result), losses(expected), rtol=1e-2, atol=0)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_data_that_are_read_as_a_stream(tmp_path):
     """More steps than one pass has rows: the first rows come again."""
     (tmp_path / "text.txt").write_text(tiny_text(160))
@@ -206,6 +212,7 @@ def test_data_that_are_read_as_a_stream(tmp_path):
         align(load_model(student), load_model(teacher), data, tmp_path / "two", **workers)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_workers_that_read_rows_change_nothing(tmp_path, whole, copied):
     student, teacher = copied
     options = OPTIONS | {"steps": 6, "trainer": TRAINER | {"dataloader_num_workers": 2}}
@@ -213,6 +220,7 @@ def test_workers_that_read_rows_change_nothing(tmp_path, whole, copied):
     assert losses(result).equal(losses(whole[1])) and contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_only_rows_that_are_read_lie_in_the_spool(tmp_path):
     student, teacher = models(tmp_path)
     cost = align_by_streaming(student, teacher, rows(1000), tmp_path / "out", steps=3, **OPTIONS)["cost"]
@@ -220,6 +228,7 @@ def test_only_rows_that_are_read_lie_in_the_spool(tmp_path):
     assert cost["buffer_bytes"] == 12 * 16 * 32 * 4 and cost["spool_bytes"] == 2 * cost["buffer_bytes"]
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_distill_continues_from_the_student(tmp_path):
     student, teacher = models(tmp_path)
     align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=2, **OPTIONS)
@@ -313,6 +322,7 @@ def copied(saved, tmp_path):
     return tmp_path / "student", tmp_path / "teacher"
 
 
+@pytest.mark.product  # a new process
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_killed_run_ends_like_a_whole_one(tmp_path, whole, copied, moment):
     student, teacher = copied
@@ -353,6 +363,7 @@ def test_a_changed_file_of_an_interrupted_run_is_refused(tmp_path, whole, copied
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
+@pytest.mark.product  # a new process
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "lost", "exchanged", "another dtype"])
 def test_a_damaged_spool_is_computed_again(tmp_path, whole, copied, damage):
     student, teacher = copied
@@ -377,6 +388,7 @@ def test_a_damaged_spool_is_computed_again(tmp_path, whole, copied, damage):
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_a_spool_disk_that_fills_up(tmp_path, whole, copied, monkeypatch):
     student, teacher = copied
     full = """
@@ -415,6 +427,7 @@ def test_too_little_room_is_told_before_the_work(tmp_path, copied, monkeypatch):
 # ---- several processes
 
 
+@pytest.mark.product  # a new process
 @pytest.mark.parametrize("killed", [False, True])
 def test_two_processes_share_the_layers(tmp_path, whole, copied, killed):
     if killed:
@@ -469,6 +482,7 @@ def two_by_hand(folder, body):
     return [run.returncode for run in runs], [(text.strip().splitlines() or [""])[-1] for text in told]
 
 
+@pytest.mark.product  # a new process
 @pytest.mark.parametrize(
     ("ends", "codes", "told"),
     [
@@ -569,6 +583,7 @@ def changed_weights(folder, name):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_another_run_does_not_continue_a_broken_one(tmp_path, whole, broken):
     for changes, what in (
         ({"steps": 5}, r"recipe.steps was 6, is 5"),
@@ -592,6 +607,7 @@ def test_another_run_does_not_continue_a_broken_one(tmp_path, whole, broken):
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_no_resume_starts_again(tmp_path, broken):
     with pytest.raises(ValueError, match="belongs to another run"):
         broken(steps=2)
@@ -642,6 +658,7 @@ def test_a_spool_of_another_run_is_refused(tmp_path, broken):
         broken(steps=3)
 
 
+@pytest.mark.product  # its parts have tests
 def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, copied):
     student, teacher = copied
 
@@ -701,6 +718,7 @@ def command(folder, *more, student=True):
     return memmix("align", *given, "--batch-size", 4, "--block-size", 16, "--steps", 3, *more)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_the_command_leaves_what_align_leaves(workspace):
     before = {path.name for path in workspace.iterdir()}
     plain = result_of(command(workspace, "--json"))
@@ -723,6 +741,7 @@ def test_the_teacher_is_not_overwritten(workspace, more):
     assert run.exit_code == 1 and "would replace" in run.stderr and contents(workspace / "teacher") == before
 
 
+@pytest.mark.product  # its parts have tests
 def test_a_dry_run_measures_and_leaves_nothing(workspace):
     before = {path.name for path in workspace.iterdir()}
     cost = result_of(command(workspace, "--stream", "--dry-run", "--json"))
@@ -732,6 +751,7 @@ def test_a_dry_run_measures_and_leaves_nothing(workspace):
     assert {path.name for path in workspace.iterdir()} == before
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_a_plan_is_converted_first(workspace):
     plan = {"num_layers": 2, "mixer_types": ["attention", "mamba2"]}
     (workspace / "plan.json").write_text(json.dumps(plan))

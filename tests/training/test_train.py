@@ -66,6 +66,7 @@ def test_distill_lowers_the_kl_and_respects_both_learning_rates(tmp_path, data, 
     assert changed and all(name.startswith(mixer) for name in changed)
 
 
+@pytest.mark.product  # one of several examples stays
 @pytest.mark.parametrize("stage", [align, distill])
 def test_bf16_teacher_guides_an_fp32_student(tmp_path, data, teacher, stage):
     student = convert_model(teacher, keep=[1])
@@ -74,6 +75,7 @@ def test_bf16_teacher_guides_an_fp32_student(tmp_path, data, teacher, stage):
     assert torch.tensor(result["last_loss"]).isfinite()
 
 
+@pytest.mark.product_rows(r"align")  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
     options = {"steps": 6, "save_every": 3, "learning_rate": 1e-3, **SMALL}
@@ -165,6 +167,7 @@ def test_no_resume_does_not_mix_two_runs(tmp_path, data, teacher):
         align(convert_model(teacher), teacher, data, tmp_path, resume=False, **options)
 
 
+@pytest.mark.product_rows(r"align")  # align and distill share this code
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 @pytest.mark.parametrize("stage", [align, distill])
 def test_divergence_stops_the_run_and_spares_the_last_checkpoint(tmp_path, data, teacher, stage, broken):
@@ -220,6 +223,7 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path, data):
         distill(student, tiny_teacher("llama", layers=2, vocab_size=80), data, tmp_path, **SMALL)
 
 
+@pytest.mark.product  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 def test_recomputed_activations_change_nothing(tmp_path, data, teacher, stage):
     students = [convert_model(teacher, keep=[1]) for _ in range(2)]
@@ -229,6 +233,7 @@ def test_recomputed_activations_change_nothing(tmp_path, data, teacher, stage):
     assert not students[1].is_gradient_checkpointing
 
 
+@pytest.mark.product_rows(r"align")  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 def test_bf16_trains_fp32_weights(tmp_path, data, teacher, stage):
     plain, half = convert_model(teacher), convert_model(teacher)

@@ -17,6 +17,7 @@ SFT = """
 """
 
 
+@pytest.mark.product  # a program of another library
 @pytest.mark.parametrize("options", ["", "--packing", "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj"])
 def test_trl_sft_trains_a_saved_student(tmp_path, options):
     pytest.importorskip("trl")

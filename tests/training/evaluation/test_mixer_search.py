@@ -178,6 +178,7 @@ def recipe(**fields):
     return Recipe(**{"steps": 6, "batch_size": 2, "block_size": 72, "trainer": {"disable_tqdm": True}} | fields)
 
 
+@pytest.mark.product  # its parts have tests
 def test_a_candidate_is_the_aligned_student_and_is_kept(teacher, tokens, tmp_path, monkeypatch):
     data = TokenBlocks(tokens, 72)
     expected = convert_model(teacher, "ska")
@@ -202,6 +203,7 @@ def test_a_candidate_is_the_aligned_student_and_is_kept(teacher, tokens, tmp_pat
         monkeypatch.setattr(mixer_search, "train", refuse)
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_an_interrupted_candidate_continues(teacher, tokens, tmp_path, monkeypatch):
     """A killed run leaves a checkpoint; the same call continues from it and ends with the same weights."""
     data = TokenBlocks(tokens, 72)
@@ -250,6 +252,7 @@ def training(workspace, mixers):
     return ["--mixers", mixers, "--train-text", workspace / "text.txt", "--recipe", workspace / "recipe.yaml"]
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_a_mixture_is_selected_converted_aligned_and_distilled(workspace, teacher, monkeypatch):
     select = arguments(workspace, *training(workspace, "gka,ska"))
     plan = result_of(memmix(*select, "--keep-count", "1", "--json"))
@@ -328,6 +331,7 @@ def test_a_mixture_is_selected_converted_aligned_and_distilled(workspace, teache
     assert "the chosen mixer is bold" in (workspace / "distill1" / "README.md").read_text()
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_candidates_that_users_have_aligned(workspace, teacher, monkeypatch):
     for kind in ("gka", "lattice"):
         save_student(convert_model(teacher, kind), workspace / kind, tiny_tokenizer())

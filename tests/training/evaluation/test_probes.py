@@ -257,6 +257,7 @@ def test_lengths_that_no_model_can_read_are_not_drawn(small):
     assert long["cells"] == short["cells"] and long["summary"] == short["summary"]
 
 
+@pytest.mark.product  # one training per kind of mixer stays
 def test_the_bundled_teacher_recalls(bundled):
     from hf_memmix.conversion import load_model
 

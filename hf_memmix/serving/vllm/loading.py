@@ -36,6 +36,7 @@ class CheckpointNames:
     """The names of the tensors of a model's checkpoint, as the first complete one has them."""
 
     def __init__(self):
+        self.first = True  # until weights are loaded
         self.expected: set[str] = set()
         self.found: set[str] = set()
 

@@ -130,7 +130,7 @@ class MemMixMixin(KeptAttention):
         Called again, it changes the weights of a running engine: a list has some tensors, as trainers send them; an
         iterator has a whole checkpoint, if vLLM has moved the parameters to "meta" before (`reload_weights`).
         """
-        first = not self.names.expected
+        first, self.names.first = self.names.first, False
         whole = not isinstance(weights, (list, tuple))
         reload = any(parameter.is_meta for mixer in self.mixers.values() for parameter in mixer.parameters())
         if self.device_config.device.type == "cpu":
@@ -140,7 +140,7 @@ class MemMixMixin(KeptAttention):
             self.names.check_reload()
         if first and not reload:
             check_loaded(self)
-            self.names.expected = self.names.found if whole else set()
+            self.names.expected = self.names.found if whole else set()  # a trainer that starts with "dummy" weights
         for mixer in self.mixers.values():
             mixer.check_weights()
         joined = {f"model.{path}.joined_layers": mixer.joined_layers for path, mixer in self.mixers.items()}

@@ -2,7 +2,7 @@
 
 Python runs `hf_memmix/__init__.py` before any module of the package, and that file registers the models with
 transformers, which imports torch and takes seconds. `main` therefore puts the package into `sys.modules` without
-running it; `hf_memmix.commands.common.start_library` runs it when a command starts.
+running it; `hf_memmix.commands.checks.library` runs it when a command has checked its arguments.
 """
 
 import importlib.util

@@ -1,16 +1,29 @@
-"""From a pretrained transformer to a model with recurrent memory: extract attention, convert, compare."""
+"""From a pretrained transformer to a model with recurrent memory: extract attention, convert, compare.
 
-from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
-from hf_memmix.conversion.compare import compare_models
-from hf_memmix.conversion.convert import ConversionReport, convert_model, load_model, save_student
-from hf_memmix.conversion.families import FAMILIES, extract_attention
-from hf_memmix.conversion.from_attention import starts
-from hf_memmix.conversion.layer_choice import LayerChoice, layers_to_keep
-from hf_memmix.conversion.mixer_layout import mixer_types_of
+The names below are imported on first use: modules that need no torch, e.g. `saving`, are then imported quickly.
+"""
 
-report = compare_models  # the public name
+import importlib
 
-__all__ = [
+_HOMES = {
+    "FAMILIES": "families",
+    "AttentionWeights": "attention_weights",
+    "ConversionReport": "conversion_report",
+    "LayerChoice": "layer_choice",
+    "TensorFate": "attention_weights",
+    "compare_models": "compare",
+    "convert_model": "convert",
+    "extract_attention": "families",
+    "layers_to_keep": "layer_choice",
+    "load_model": "loading",
+    "mixer_types_of": "mixer_layout",
+    "report": "compare",
+    "save_student": "convert",
+    "starts": "from_attention",
+}
+_OWN_NAMES = {"report": "compare_models"}  # in its module
+
+__all__ = [  # noqa: F822, found by __getattr__
     "FAMILIES",
     "AttentionWeights",
     "ConversionReport",
@@ -25,3 +38,15 @@ __all__ = [
     "save_student",
     "starts",
 ]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), _OWN_NAMES.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -23,12 +23,13 @@ from hf_memmix.conversion.fresh import new_student
 from hf_memmix.conversion.from_attention import start_of
 from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep
-from hf_memmix.conversion.layer_plan import take_mixers
+from hf_memmix.conversion.limits import RESIZE, tokens_without_embedding
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
 from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
-from hf_memmix.conversion.model_files import check_model_folder
+from hf_memmix.conversion.model_files import check_model_folder, first_names
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
+from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.hub import model_folder
 from hf_memmix.mixers import ATTENTION, MemoryMixer
 from hf_memmix.quantization import refuse_quantized
@@ -221,8 +222,14 @@ def convert_to_folder(
         except NotStreamable as reason:
             notify(f"{teacher} is converted in memory as a whole, because {reason}")
             stream = None
+    student = convert(teacher) if stream is None else stream.student
+    lost = tokens_without_embedding(tokenizer, student.get_input_embeddings().num_embeddings) if tokenizer else []
+    if lost:
+        notify(
+            f"the tokenizer of {teacher} has {len(lost)} tokens that the model does not have: {first_names(lost)};"
+            f" text that holds them is refused: {RESIZE}"
+        )
     if stream is None:
-        student = convert(teacher)
         if trained:
             take_mixers(student, *map(load_model, trained))
         for mixer in memory_mixers(student).values() if fill is not None else ():

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_memmix.errors import UserError
+
 _PART = re.compile(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?")
 
 
@@ -37,7 +39,7 @@ class LayerChoice:
             match = _PART.fullmatch(part)
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if last < first:
-                raise ValueError(f'{written}; give layer indices and ranges with commas between, e.g. "0-3,8"')
+                raise UserError(f'{written}; give layer indices and ranges with commas between, e.g. "0-3,8"')
             ranges.append(range(first, last + 1))
         return cls(written, tuple(ranges))
 
@@ -54,7 +56,7 @@ class LayerChoice:
         except ValueError:
             count = 0
         if not (0 < count < 1 if isinstance(count, float) else count >= 1):
-            raise ValueError(f'{written}; give a number of layers "2" or a fraction between 0 and 1, e.g. "0.25"')
+            raise UserError(f'{written}; give a number of layers "2" or a fraction between 0 and 1, e.g. "0.25"')
         return cls(written, count=count)
 
     @classmethod
@@ -72,7 +74,7 @@ class LayerChoice:
         if isinstance(keep, float) and 0 < keep < 1:
             return cls(written, count=keep)
         if isinstance(keep, (bool, int, float)) or not all(type(i) is int for i in keep):
-            raise ValueError(
+            raise UserError(
                 f"{written}; give a list of layer indices, a fraction between 0 and 1, a text such as"
                 ' "0-3,8", or "none"'
             )
@@ -89,12 +91,12 @@ class LayerChoice:
             return [int((i + 0.5) * num_layers / count) for i in range(count)]
         beyond = [part for part in self.ranges if part.start < 0 or part.stop > num_layers]
         if beyond:
-            raise ValueError(
+            raise UserError(
                 f"{self.written}; it names layers {_named(beyond)}, but there are layers 0 to {num_layers - 1}"
             )
         chosen = sorted(layer for part in self.ranges for layer in part)
         if len(set(chosen)) != len(chosen):
-            raise ValueError(f"{self.written}; it names a layer twice")
+            raise UserError(f"{self.written}; it names a layer twice")
         return chosen
 
     def number(self, num_layers: int) -> int:
@@ -107,7 +109,7 @@ class LayerChoice:
             return len(self.layers(num_layers))
         count = max(1, round(self.count * num_layers)) if isinstance(self.count, float) else self.count
         if count > num_layers:
-            raise ValueError(f"{self.written}, but there are {num_layers} layers; give a smaller number")
+            raise UserError(f"{self.written}, but there are {num_layers} layers; give a smaller number")
         return count
 
 
@@ -123,7 +125,7 @@ def layers_to_keep(keep, num_layers: int) -> list[int]:
     choice = LayerChoice.of(keep)
     layers = choice.layers(num_layers)
     if len(layers) == num_layers:
-        raise ValueError(
+        raise UserError(
             f"{choice.written}; that keeps all {num_layers} layers, so nothing is left to convert; keep fewer"
         )
     return layers

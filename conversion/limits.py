@@ -2,10 +2,12 @@
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_memmix.backbones import backbone_of
 from hf_memmix.errors import UserError
+
+RESIZE = "train it with them first (model.resize_token_embeddings), or leave them out of the text"
 
 
 def limit_of(model: nn.Module) -> float:
@@ -22,13 +24,32 @@ def limit_of(model: nn.Module) -> float:
 def check_length(model: nn.Module, role: str, length: int, name: str, remedy: str) -> None:
     """Raise ValueError if a model cannot read `length` tokens; `name`: the option that holds this length."""
     if length > (limit := limit_of(model)):
-        raise ValueError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
+        raise UserError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
+
+
+def check_tokens(ids: Tensor, model: nn.Module, tokenizer, name: str) -> None:
+    """Raise ValueError if a token is outside a model's vocabulary, e.g. one that was added to the tokenizer alone.
+
+    ids: int64. name: the option that holds the text.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    if outside := sorted({token for token in ids.flatten().tolist() if token >= size}):
+        raise UserError(
+            f"{name} holds {tokenizer.convert_ids_to_tokens(outside[0])!r}, token {outside[0]}, but the model has"
+            f" {size} tokens; {RESIZE}"
+        )
+
+
+def tokens_without_embedding(tokenizer, vocabulary: int) -> list[str]:
+    """The tokens of a tokenizer that a model with this size of the vocabulary cannot read."""
+    known = tokenizer.get_vocab()
+    return sorted((token for token, number in known.items() if number >= vocabulary), key=known.__getitem__)
 
 
 def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
     """Raise ValueError if the vocabularies of two models have different sizes."""
     if teacher.config.vocab_size != student.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
             f" {student.config.vocab_size}; give the teacher the student came from"
         )
@@ -45,6 +66,6 @@ def check_converted(student: nn.Module) -> None:
 def check_transformer(teacher: nn.Module) -> None:
     """Raise ValueError if a teacher is a converted model: a student must learn from the original attention."""
     if hasattr(teacher.config, "mixer_types"):
-        raise ValueError(
+        raise UserError(
             "the teacher is a converted model, not a transformer; give the transformer that the student came from"
         )

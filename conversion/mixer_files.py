@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hashes import open_sealed, save_sealed
-from hf_memmix.conversion.layer_plan import different_options, plan_arguments, read_plan, trained_folder
+from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
+from hf_memmix.conversion.taken_mixers import different_options
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import MemoryMixer
 

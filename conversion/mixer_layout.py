@@ -7,13 +7,21 @@ of a preset. `mixer_types_of` turns all of them into one name per layer, the for
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_memmix.conversion.layer_choice import LayerChoice, layer_text
-from hf_memmix.mixers import ATTENTION, MIXERS
-from hf_memmix.models.echo import echo_layers
+from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import ATTENTION, mixer_names
 
 REST = "rest"
 EXAMPLE = '"ska=3,7 attention=0 mamba2=rest"'
+
+
+def _echo(num_layers: int) -> list[str]:
+    from hf_memmix.models.echo import echo_layers  # needs transformers
+
+    return echo_layers(num_layers)
+
+
 # layouts of published models by name: f(number of layers) -> one name per layer
-PRESETS: dict[str, Callable[[int], list[str]]] = {"echo": echo_layers}
+PRESETS: dict[str, Callable[[int], list[str]]] = {"echo": _echo}
 
 Layers = Mapping[str, object] | Sequence[str] | str
 
@@ -40,13 +48,11 @@ def mixer_types_of(layers: Layers, num_layers: int, name: str = "layers") -> lis
         types = list(layers)
         _check_names(types, name)
     else:
-        raise ValueError(f"{name} is {layers!r}; give layers by mixer, e.g. {EXAMPLE}, or one name per layer")
+        raise UserError(f"{name} is {layers!r}; give layers by mixer, e.g. {EXAMPLE}, or one name per layer")
     if len(types) != num_layers:
-        raise ValueError(
-            f"{name} has {len(types)} entries, but there are {num_layers} layers; give one name per layer"
-        )
+        raise UserError(f"{name} has {len(types)} entries, but there are {num_layers} layers; give one name per layer")
     if set(types) == {ATTENTION}:
-        raise ValueError(f"{name} keeps attention in all {num_layers} layers, so nothing is left to convert")
+        raise UserError(f"{name} keeps attention in all {num_layers} layers, so nothing is left to convert")
     return types
 
 
@@ -57,12 +63,12 @@ def _parsed(text: str, name: str) -> dict[str, str]:
         mixer, sign, chosen = part.partition("=")
         if not (mixer and sign and chosen):
             presets = ", ".join(PRESETS)
-            raise ValueError(f"{name} is {text!r}; give layers by mixer, e.g. {EXAMPLE}, or a preset: {presets}")
+            raise UserError(f"{name} is {text!r}; give layers by mixer, e.g. {EXAMPLE}, or a preset: {presets}")
         if mixer in layers:
-            raise ValueError(f"{name} is {text!r}, which names {mixer} twice; write all its layers in one list")
+            raise UserError(f"{name} is {text!r}, which names {mixer} twice; write all its layers in one list")
         layers[mixer] = chosen
     if not layers:
-        raise ValueError(f"{name} is empty; give layers by mixer, e.g. {EXAMPLE}")
+        raise UserError(f"{name} is empty; give layers by mixer, e.g. {EXAMPLE}")
     return layers
 
 
@@ -70,30 +76,28 @@ def _assigned(layers: Mapping[str, object], num_layers: int, name: str) -> list[
     _check_names(layers, name)
     rest = [mixer for mixer, chosen in layers.items() if isinstance(chosen, str) and chosen.strip() == REST]
     if len(rest) > 1:
-        raise ValueError(f'{name} gives "{REST}" to {" and to ".join(rest)}; give it to one of them')
+        raise UserError(f'{name} gives "{REST}" to {" and to ".join(rest)}; give it to one of them')
     types: list[str | None] = [None] * num_layers
     for mixer, chosen in layers.items():
         if mixer in rest:
             continue
         for layer in _choice(chosen, f"{name} of {mixer}").layers(num_layers):
             if types[layer] is not None:
-                raise ValueError(
-                    f"{name} gives layer {layer} to {types[layer]} and to {mixer}; give it to one of them"
-                )
+                raise UserError(f"{name} gives layer {layer} to {types[layer]} and to {mixer}; give it to one of them")
             types[layer] = mixer
     if not rest and None in types:
         left = layer_text([layer for layer, mixer in enumerate(types) if mixer is None])
-        raise ValueError(f'{name} leaves layers {left} without a mixer; name them, or give one mixer "{REST}"')
+        raise UserError(f'{name} leaves layers {left} without a mixer; name them, or give one mixer "{REST}"')
     return [mixer or rest[0] for mixer in types]
 
 
 def _choice(chosen, name: str) -> LayerChoice:
     if chosen is None or isinstance(chosen, (bool, int, Mapping)):
-        raise ValueError(f'{name} is {chosen!r}; give a list of layer indices, a text such as "0-3,8", or "{REST}"')
+        raise UserError(f'{name} is {chosen!r}; give a list of layer indices, a text such as "0-3,8", or "{REST}"')
     return LayerChoice.of(chosen, name)
 
 
 def _check_names(names, name: str) -> None:
-    known = [ATTENTION, *MIXERS]
+    known = [ATTENTION, *mixer_names()]
     if unknown := [mixer for mixer in names if mixer not in known]:
-        raise ValueError(f"{name} names {unknown[0]!r}, which is not a mixer; known: {', '.join(known)}")
+        raise UserError(f"{name} names {unknown[0]!r}, which is not a mixer; known: {', '.join(known)}")

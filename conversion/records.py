@@ -8,21 +8,23 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-import torch
-import transformers
+if TYPE_CHECKING:  # a command checks its arguments before it imports torch
+    import torch
 
 from hf_memmix.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def hardware(device: torch.device | str | None = None) -> str:
+def hardware(device: "torch.device | str | None" = None) -> str:
     """The name of the GPU, or the name of the processor and its number of cores.
 
     device: the device of the measurement; default: the GPU if there is one.
     """
+    import torch
+
     on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     if on_gpu:
         return torch.cuda.get_device_name(device)
@@ -47,8 +49,11 @@ def commit() -> str:
     return known or "unknown"
 
 
-def environment(device: torch.device | str | None = None) -> dict[str, str]:
+def environment(device: "torch.device | str | None" = None) -> dict[str, str]:
     """The record of a measurement's surroundings: `{"hardware", "torch", "transformers", "python", "commit"}`."""
+    import torch
+    import transformers
+
     return {
         "hardware": hardware(device),
         "torch": torch.__version__,

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from .errors import UserError
+
 # the files of a repository that a model and its tokenizer need
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -25,7 +27,7 @@ def model_folder(name: Path | None) -> Path | None:
     try:
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=MODEL_FILES))
     except LocalEntryNotFoundError:
-        raise ValueError(
+        raise UserError(
             f"{missing}, the Hub cannot be reached (or HF_HUB_OFFLINE is set), and its cache on this machine does not"
             " have the model; give a folder, or download the model where there is a network: hf download " + str(name)
         ) from None
@@ -33,8 +35,8 @@ def model_folder(name: Path | None) -> Path | None:
         status = getattr(error.response, "status_code", None)
         remedy = {401: "it does not exist, or needs a login (hf auth login)", 403: "your token may not read it"}
         reason = remedy.get(status, error.server_message or str(error).splitlines()[0])
-        raise ValueError(f"{missing}, and the Hub refuses it ({status}): {reason}") from None
+        raise UserError(f"{missing}, and the Hub refuses it ({status}): {reason}") from None
     except HFValidationError as error:
-        raise ValueError(f"{missing} and not a valid name of a model on the Hub: {error}") from None
+        raise UserError(f"{missing} and not a valid name of a model on the Hub: {error}") from None
     except HTTPError as error:  # the connection failed
-        raise ValueError(f"{missing}, and the Hub cannot be reached ({error})") from None
+        raise UserError(f"{missing}, and the Hub cannot be reached ({error})") from None

@@ -39,20 +39,6 @@ def test_from_teacher_to_generated_text(workspace):
     assert sorted(p.name for p in workspace.iterdir()) == ["s0", "s1", "s2", "teacher", "text.txt"]
 
 
-def test_the_old_keep_keeps_its_meaning_with_a_warning(workspace):
-    """In convert it was a list of layers, in select a number of layers."""
-    teacher = ["--teacher", workspace / "teacher"]
-    for old, new, kept in ((["1"], "--keep-layers 1", [1]), (["0.5"], "--keep-count 0.5", [1])):
-        run = memmix("convert", *teacher, "--out", workspace / "s", "--overwrite", "--json", "--keep", *old)
-        assert result_of(run)["kept"] == kept and f"write {new}" in run.stderr
-    small = ["--tasks", "none", "--max-tokens", "64", "--length", "32", "--json", "--text", workspace / "text.txt"]
-    run = memmix("select", *teacher, "--out", workspace / "plan.json", "--keep", "1", *small)
-    assert len(result_of(run)["keep"]) == 1 and "write --keep-count 1" in run.stderr
-    run = memmix("select", *teacher, "--out", workspace / "plan.json", "--keep-layers", "1", *small, "--overwrite")
-    assert result_of(run)["keep"] == [1] and "warning" not in run.stderr
-    assert "--keep " not in memmix("convert", "--help").stdout
-
-
 @pytest.mark.product  # a whole command; its parts have tests
 def test_slices_are_merged_and_distilled_from_a_cache(workspace):
     """Two runs of align on different layers, their merge, and a distillation from the teacher's cache."""
@@ -96,7 +82,6 @@ def test_tables_for_people(workspace):
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-count", "x"], "--keep-count is 'x'"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-count", "1", "--keep-layers", "0"],
          "give one of them"),
-        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "x"], "--keep is 'x'"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "x"], "is not NAME=VALUE"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "seed=3"], "with an option of the mixer"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "ridge=[1"], "'[1' is not a value"),

@@ -10,7 +10,7 @@ import pytest
 
 from child import child_env
 from cli_runner import memmix, result_of
-from hf_memmix.commands import devices, hub
+from hf_memmix.commands import checks, devices
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -64,8 +64,8 @@ def test_what_has_not_the_form_of_a_hub_id_is_a_folder(cached):
     for name in ("gpt2", "./me", "../me", "a/b/c", "/me/teacher", "me/teacher/"):
         path = cached.__class__(name)
         if name != "me/teacher/":  # a path drops the last slash
-            assert hub.model_folder(path) == path
-    assert hub.model_folder(None) is None
+            assert checks.model_folder(path) == path
+    assert checks.model_folder(None) is None
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_wrong_devices_are_refused(monkeypatch, device, message):
 
 CHOSEN = """
     import sys, torch
-    from hf_memmix.commands import app, select, train
+    from hf_memmix.commands import app, select_mixture, train
 
     asked = []
     torch.cuda.is_available = lambda: asked.append(1) or False
     def chosen(device):
         assert device == "cuda:1" and not asked
         sys.exit(7)
-    select.choose_device = train.choose_device = chosen
+    select_mixture.choose_device = train.choose_device = chosen
     app(sys.argv[1:])
 """
 

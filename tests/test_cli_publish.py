@@ -174,7 +174,7 @@ def test_push_reads_its_settings_from_the_environment(folder):
     with hub() as server:
         env = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
         env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "hf_memmix.cli", "push", str(folder / "student"), "me/small"]
+        command = [sys.executable, "-m", "hf_memmix_cli", "push", str(folder / "student"), "me/small"]
         run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert run.returncode == 0 and [commit[0] for commit in server.commits] == ["me/small"], run.stderr
 

@@ -1,5 +1,6 @@
-"""`memmix --help` answers at once: neither torch nor transformers is imported before a command runs."""
+"""Help and refusals come at once: neither torch nor transformers is imported before the arguments are checked."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,19 +11,24 @@ import pytest
 
 from cli_runner import memmix
 from hf_memmix.assets import asset_path
+from hf_memmix.mixer_names import BUILT_IN, mixer_names
+from hf_memmix.mixers import MIXERS
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ["torch", "transformers", "numpy", "hf_memmix.configuration_memmix", "hf_memmix.conversion"]
+HEAVY = ["torch", "transformers", "numpy", "hf_memmix.configuration_memmix", "hf_memmix.conversion.convert"]
 # the console script, several times in one process
 SCRIPT = """
 import contextlib, io, json, sys
 import hf_memmix_cli
 
+told = []
+
 def heavy_after(*arguments):
     sys.argv = ["memmix", *arguments]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    printed, messages = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(messages), contextlib.suppress(SystemExit):
         hf_memmix_cli.main()
+    told.append(messages.getvalue())
     return [printed.getvalue().replace("\\n", " "), [name for name in HEAVY if name in sys.modules]]
 """
 
@@ -65,6 +71,169 @@ print(json.dumps([text, heavy, hf_memmix.__version__, hf_memmix.memmix_config.__
     text, heavy, version, name = printed_by(code)
     assert json.loads(text)["new_tokens"] == 1 and heavy == HEAVY
     assert version and name == "memmix_config"
+
+
+TEACHER, STUDENT = "{teacher}", "{student}"
+FROM = ["--teacher", TEACHER]
+PAIR = [*FROM, "--student", STUDENT]
+TEXT, OUT = ["--text", "{text}"], ["--out", "{new}"]
+NO_MODEL, NO_TEXT = "'{none}' is not a model folder: it does not exist", "text file '{none}' does not exist"
+TRAINING = [
+    ([*PAIR, *OUT, "--text", "{none}"], NO_TEXT),
+    (["--teacher", "{none}", "--student", STUDENT, *TEXT, *OUT], NO_MODEL),
+    ([*FROM, "--student", "{none}", *TEXT, *OUT], NO_MODEL),
+    ([*FROM, *TEXT, *OUT], "neither --student nor --plan is given"),
+    ([*FROM, "--plan", "{none}", *TEXT, *OUT], "there is no plan"),
+    ([*PAIR, *TEXT, *OUT, "--recipe", "nosuch"], "no recipe 'nosuch'"),
+    ([*PAIR, *TEXT, *OUT, "--recipe", "{bomb}"], "its aliases stand for more than 100,000 values"),
+    ([*PAIR, *TEXT, *OUT, "--steps", "0"], "steps is 0; it must be at least 1"),
+    ([*PAIR, *TEXT, *OUT, "--device", "tpu"], "--device is 'tpu'"),
+    ([*PAIR, *TEXT, "--out", "{full}"], "exists and is not empty"),
+    ([*PAIR, *TEXT, "--out", "{full}", "--overwrite"], "was not written by memmix"),
+    ([*PAIR, *TEXT, "--out", TEACHER, "--overwrite"], "which is read"),
+]
+CHOICES = [
+    ([*FROM, "--mixer", "nosuch"], "mixer 'nosuch' is unknown"),
+    ([*FROM, "--keep-layers", "9"], "there are layers 0 to 5"),
+    ([*FROM, "--keep-count", "x"], "--keep-count is 'x'"),
+    ([*FROM, "--keep-count", "1", "--keep-layers", "0"], "give one of them"),
+    (["--teacher", "{none}"], NO_MODEL),
+    (["--teacher", "{gguf}"], "holds weights quantized by 'gguf'"),
+    (["--teacher", "{deep}"], "nested more than 100 levels deep"),
+]
+# by command: wrong arguments, and a part of the message
+WRONG = {
+    "plan": [(["--gpu-memory", "24GiB", *more], told) for more, told in CHOICES]
+    + [([*FROM, "--gpu-memory", "24 apples"], "--gpu-memory is '24 apples'")]
+    + [([*FROM, "--gpu-memory", "24GiB", "--tokens", "x"], "--tokens is 'x'")],
+    "convert": [([*OUT, *more], told) for more, told in CHOICES]
+    + [
+        (FROM, "give a folder for the student with --out"),
+        ([*FROM, "--out", "{full}"], "exists and is not empty"),
+        ([*FROM, "--out", "{full}", "--overwrite"], "was not written by memmix"),
+        ([*FROM, *OUT, "--plan", "{none}"], "there is no plan"),
+        ([*FROM, *OUT, "--layers", "nosuch=rest"], "'nosuch', which is not a mixer"),
+        ([*FROM, *OUT, "--trained", "{none}"], NO_MODEL),
+        ([*FROM, *OUT, "--option", "x"], "is not NAME=VALUE"),
+        ([*FROM, *OUT, "--context", "0"], "should be greater than or equal to 1"),
+    ],
+    "import-hmf": [(["{none}", "{new}"], NO_MODEL), ([TEACHER, "{full}"], "exists and is not empty")],
+    "align": [*TRAINING, ([*PAIR, *TEXT, *OUT, "--spool", "{new}"], "belongs to --stream")]
+    + [(["--stream", *more], told) for more, told in TRAINING],
+    "distill": TRAINING,
+    "merge": [
+        (["{none}", "--student", STUDENT, *OUT], NO_MODEL),
+        ([STUDENT, "--student", "{none}", *OUT], NO_MODEL),
+        ([STUDENT, "--student", STUDENT, "--out", "{full}"], "exists and is not empty"),
+    ],
+    "cache-teacher": [
+        (["--teacher", "{none}", *TEXT, *OUT], NO_MODEL),
+        ([*FROM, "--text", "{none}", *OUT], NO_TEXT),
+        ([*FROM, *TEXT, *OUT, "--recipe", "nosuch"], "no recipe 'nosuch'"),
+        ([*FROM, *TEXT, *OUT, "--device", "tpu"], "--device is 'tpu'"),
+        ([*FROM, *TEXT, *OUT, "--top-k", "0"], "should be greater than or equal to 1"),
+    ],
+    "generate": [
+        (["--prompt", "a", "--model", "{none}"], NO_MODEL),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a", "--device", "tpu"], "--device is 'tpu'"),
+        (["--prompt", "a", "--device-map", "x"], "it can be auto"),
+        (["--prompt", "a", "--temperature", "-1"], "should be greater than or equal to 0"),
+    ],
+    "report": [
+        (["--student", "{none}", *FROM, *TEXT], NO_MODEL),
+        ([*PAIR, "--text", "{none}"], NO_TEXT),
+        ([*PAIR, *TEXT, "--device", "cuda:x"], "--device is 'cuda:x'"),
+    ],
+    "eval": [
+        (["{none}", *OUT], NO_MODEL),
+        ([STUDENT, *OUT, "--tasks", "nosuch"], "task 'nosuch' is unknown"),
+        ([STUDENT, *OUT, "--lengths", "x"], "--lengths is 'x'"),
+        ([STUDENT, *OUT, "--text", "{none}"], NO_TEXT),
+        ([STUDENT, "--out", "{full}"], "exists and is not empty"),
+    ],
+    "select": [([*OUT, *more], told) for more, told in CHOICES]
+    + [
+        ([*FROM, *OUT, "--tasks", "nosuch"], "task 'nosuch' is unknown"),
+        ([*FROM, *OUT, "--mixers", "gka,nosuch", "--train-text", "{text}"], "mixer 'nosuch' is unknown"),
+        ([*FROM, *OUT, "--mixers", "gka,ska"], "give --train-text"),
+        ([*FROM, *OUT, "--mixers", "gka,ska", "--train-text", "{none}"], NO_TEXT),
+        ([*FROM, *OUT, "--state-bytes", "1MiB"], "is a budget of a mixture"),
+        ([*FROM, *OUT, "--student", "{none}"], NO_MODEL),
+        ([*FROM, "--out", "{text}"], "exists; keep it"),
+    ],
+    "card": [
+        ([STUDENT, "--report", "{none}", "--base-model", "a/b", "--license", "mit"], "'{none}'"),
+        (["{none}", "--report", "{none}", "--base-model", "a/b", "--license", "mit"], NO_MODEL),
+        ([TEACHER, "--report", "{none}", "--base-model", "a/b", "--license", "mit"], "is not a converted model"),
+    ],
+    "push": [(["{none}", "a/b"], NO_MODEL), ([TEACHER, "a/b"], "is not a converted model")],
+    "run": [(["no-such-program"], "there is no program 'no-such-program'")],
+    "serve": [(["{none}"], NO_MODEL)],
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """The files and folders that the wrong arguments name."""
+    root = tmp_path_factory.mktemp("places")
+    names = {name: root / name for name in ("none", "new", "full", "deep", "gguf", "text", "bomb")}
+    for name in ("full", "deep", "gguf"):
+        names[name].mkdir()
+    (names["full"] / "thesis.tex").write_text("years of work")
+    (names["deep"] / "config.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
+    (names["gguf"] / "model.gguf").write_bytes(b"GGUF")
+    names["text"].write_text("a text")
+    lines = [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in itertools.pairwise("abcdefghi")]
+    names["bomb"].write_text("\n".join(["a: &a [1, 2]", *lines]))
+    return names | {"teacher": asset_path("tiny_teacher"), "student": asset_path("tiny_gka")}
+
+
+def test_wrong_arguments_are_refused_before_anything_heavy_is_imported(places):
+    """Every command; the whole table in one process, as each leaves nothing imported."""
+    from hf_memmix.commands import app
+
+    assert WRONG.keys() == {command.name for command in app.registered_commands}
+    rows = [
+        ([command, *(part.format(**places) for part in arguments)], message.format(**places))
+        for command, table in WRONG.items()
+        for arguments, message in table
+    ]
+    code = f"""
+for arguments in {[arguments for arguments, _ in rows]!r}:
+    heavy_after(*arguments)
+print(json.dumps([told, [name for name in HEAVY if name in sys.modules]]))
+"""
+    told, heavy = printed_by(code)
+    different = [
+        (arguments, message, text)
+        for (arguments, message), text in zip(rows, told, strict=True)
+        if message not in " ".join(text.replace("│", " ").split()) or "Traceback" in text
+    ]
+    assert different == [] and heavy == [] and (places["full"] / "thesis.tex").is_file()
+
+
+def test_a_dry_run_and_a_plan_import_no_code_that_trains(places):
+    teacher = ["--teacher", str(places["teacher"])]
+    code = f"""
+def ours():
+    return sorted(n for n in sys.modules if f"{{n}}.".startswith(("hf_memmix.training.", "transformers.trainer.")))
+
+heavy_after("convert", *{teacher!r}, "--dry-run")
+after_dry_run = ours()
+heavy_after("plan", *{teacher!r}, "--gpu-memory", "24GiB")
+print(json.dumps([told, after_dry_run, ours()]))
+"""
+    told, after_dry_run, after_plan = printed_by(code)
+    assert not any(told) and not after_dry_run
+    needed = ("hf_memmix.training.planning", "hf_memmix.training.teachers", "hf_memmix.training.quantized")
+    assert "hf_memmix.training.planning.stage_settings" in after_plan
+    assert [name for name in after_plan if not name.startswith(needed)] == ["hf_memmix.training"]
+
+
+def test_the_names_of_mixers_are_known_without_importing_them():
+    assert set(BUILT_IN) == {name for name, cls in MIXERS.items() if cls.__module__.startswith("hf_memmix.mixers.")}
+    assert set(mixer_names()) == set(MIXERS)
 
 
 def test_version_names_what_a_defect_report_needs():

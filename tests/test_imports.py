@@ -58,7 +58,7 @@ def within(name, package):
 
 
 MODULES = {name: (name, is_package, file) for name, is_package, file in modules()}
-COMMANDS = [name for name in MODULES if within(name, "hf_memmix.commands") or name == "hf_memmix.cli"]  # stand on top
+COMMANDS = [name for name in MODULES if within(name, "hf_memmix.commands")]  # stand on top
 
 
 @functools.cache

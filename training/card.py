@@ -12,11 +12,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_memmix.conversion.loading import read_config
+from hf_memmix.conversion.model_files import check_model_folder
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.errors import UserError
-from hf_memmix.mixers import MIXERS
-from hf_memmix.training.evaluation.probes.grid import gain_text
+from hf_memmix.training.evaluation.probes.gains import gain_text
 from hf_memmix.training.stage_time import time_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -40,7 +39,7 @@ def weights_of(folder: str | Path) -> str:
 
 def student_config(folder: Path) -> dict:
     """config.json of a converted model. Raises ValueError if the folder holds no converted model."""
-    config = read_config(folder).to_dict()
+    config = check_model_folder(folder)
     if "mixer_types" not in config:
         raise UserError(f"{str(folder)!r} is not a converted model; memmix convert makes one")
     return config
@@ -72,6 +71,8 @@ def student_card(
         ValueError: the folder is not a converted model, other weights were measured, the model was converted by
             another plan, or a name is not valid on the Hub.
     """
+    from hf_memmix.mixers import MIXERS  # needs torch; the checks of a folder do not
+
     _check_names(base_model, repo, license, language)
     folder = Path(folder)
     config = student_config(folder)

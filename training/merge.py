@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_prefix
-from hf_memmix.conversion.layer_plan import different_options
 from hf_memmix.conversion.limits import check_converted
+from hf_memmix.conversion.taken_mixers import different_options
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION
 

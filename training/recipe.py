@@ -8,6 +8,8 @@ from pathlib import Path
 import yaml
 
 from hf_memmix.conversion.layer_choice import LayerChoice
+from hf_memmix.conversion.yaml_text import read_yaml
+from hf_memmix.errors import UserError
 
 STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
@@ -90,49 +92,49 @@ class Recipe:
 
     def __post_init__(self):
         if self.stage not in STAGES:
-            raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+            raise UserError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
         if self.warmup_steps is None and isinstance(self.steps, int):
             object.__setattr__(self, "warmup_steps", min(20, self.steps))
         for item in fields(self):
             value, kind = getattr(self, item.name), (float, int) if item.type is float else item.type
             if value is None:
-                raise ValueError(f"{item.name} is null; give a value, or leave the line out for the default")
+                raise UserError(f"{item.name} is null; give a value, or leave the line out for the default")
             if not isinstance(value, kind) or (isinstance(value, bool) and item.type in NUMBERS):
                 hint = "; in YAML write 1.0e-3, as 1e-3 is a text" if item.type is float else ""
                 name = getattr(item.type, "__name__", str(item.type))
-                raise ValueError(f"{item.name} is {value!r}, not of type {name}{hint}")
+                raise UserError(f"{item.name} is {value!r}, not of type {name}{hint}")
         for name, (least, largest) in BOUNDS.items():
             if not least <= getattr(self, name) <= largest:
                 kind = "at least" if getattr(self, name) < least else "at most"
                 limit = least if kind == "at least" else largest
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {kind} {limit}")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {kind} {limit}")
         if self.warmup_steps > self.steps:
-            raise ValueError(
+            raise UserError(
                 f"warmup_steps is {self.warmup_steps}, but the run has {self.steps} steps and would never reach its"
                 f" learning rate; give at most {self.steps}, or more steps"
             )
         _check_rates("the recipe", {name: getattr(self, name) for name in RATES})
         if self.bf16 not in ("auto", True, False):
-            raise ValueError(f'bf16 is {self.bf16!r}; it must be "auto", true or false')
+            raise UserError(f'bf16 is {self.bf16!r}; it must be "auto", true or false')
         if self.teacher not in TEACHERS and not self.cache_dir:
-            raise ValueError(f"teacher is {self.teacher!r}; it must be {', '.join(TEACHERS)} or cache:DIR")
+            raise UserError(f"teacher is {self.teacher!r}; it must be {', '.join(TEACHERS)} or cache:DIR")
         if self.teacher != "copy" and self.stage == "align":
-            raise ValueError(f"teacher is {self.teacher!r}, but align reads the teacher's attention; use copy")
+            raise UserError(f"teacher is {self.teacher!r}, but align reads the teacher's attention; use copy")
         if self.teacher == "shared" and self.rest_learning_rate:
-            raise ValueError(
+            raise UserError(
                 "teacher is 'shared', so the tensors that it uses cannot be trained, but rest_learning_rate is"
                 f" {self.rest_learning_rate:g}; set it to 0.0, or set teacher to lora or copy"
             )
         if self.quantize not in QUANTIZED:
-            raise ValueError(f"quantize is {self.quantize!r}; it must be one of {', '.join(QUANTIZED)}")
+            raise UserError(f"quantize is {self.quantize!r}; it must be one of {', '.join(QUANTIZED)}")
         for name, idle in (("lora_mixers", False), ("quantize", "none")):
             if (value := getattr(self, name)) != idle and self.teacher != "lora":
-                raise ValueError(
+                raise UserError(
                     f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
                 )
         check_bos(self.bos)
         if self.layers not in ("", "all") and self.stage != "align":
-            raise ValueError(f"layers is {self.layers!r}, but only align trains a part of the layers")
+            raise UserError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:
             _check_group(row)
 
@@ -157,53 +159,36 @@ class Recipe:
         named = LayerChoice.listed(self.layers, "layers").layers(num_layers)
         chosen = [layer for layer in converted if layer in named]
         if not chosen:
-            raise ValueError(f"layers is {self.layers!r}, which names no memory layer; memory layers are {converted}")
+            raise UserError(f"layers is {self.layers!r}, which names no memory layer; memory layers are {converted}")
         return chosen
 
 
 def check_bos(bos: str) -> None:
     """Raise ValueError if it is none of `BOS`."""
     if bos not in BOS:
-        raise ValueError(f"bos is {bos!r}; it must be one of {', '.join(BOS)}")
+        raise UserError(f"bos is {bos!r}; it must be one of {', '.join(BOS)}")
 
 
 def _check_group(row) -> None:
     if not isinstance(row, dict) or not isinstance(row.get("match"), str):
-        raise ValueError(f"group {row!r} needs a regular expression under match")
+        raise UserError(f"group {row!r} needs a regular expression under match")
     if unknown := sorted(row.keys() - {"match", "learning_rate", "weight_decay"}):
-        raise ValueError(f"group {row['match']!r} has {', '.join(unknown)}; it takes learning_rate and weight_decay")
+        raise UserError(f"group {row['match']!r} has {', '.join(unknown)}; it takes learning_rate and weight_decay")
     try:
         re.compile(row["match"])
     except re.error as error:
-        raise ValueError(f"group {row['match']!r} is not a regular expression: {error}") from None
+        raise UserError(f"group {row['match']!r} is not a regular expression: {error}") from None
     _check_rates(f"group {row['match']!r}", {key: value for key, value in row.items() if key != "match"})
 
 
 def _check_rates(where: str, rates: dict) -> None:
     for name, value in rates.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(
+            raise UserError(
                 f"{name} of {where} is {value!r}, not a number; in YAML write 1.0e-3, because 1e-3 is read as text"
             )
         if not 0 <= value < 1:
-            raise ValueError(f"{name} is {value} in {where}; it must lie in [0, 1)")
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Reads YAML and refuses a key that a mapping has twice; `yaml.safe_load` keeps the last value."""
-
-    def compose_mapping_node(self, anchor):
-        # here, and not when values are made: by then a merge key has added the keys that the mapping overrides
-        node, lines = super().compose_mapping_node(anchor), {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    where = f"in line {lines[key.value]} and in line {line}" if lines[key.value] != line else "twice"
-                    problem = f"{key.value} stands {where}; remove one of them"
-                    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
-                lines[key.value] = line
-        return node
+            raise UserError(f"{name} is {value} in {where}; it must lie in [0, 1)")
 
 
 def load_recipe(recipe: str | Path, **overrides) -> Recipe:
@@ -218,21 +203,21 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
     source = bundled if bundled.is_file() else Path(recipe)
     if not source.is_file():
         names = sorted(p.name.removesuffix(".yaml") for p in bundled.parent.iterdir() if p.name.endswith(".yaml"))
-        raise ValueError(f"no recipe {str(recipe)!r}; give a YAML file or one of {', '.join(names)}")
+        raise UserError(f"no recipe {str(recipe)!r}; give a YAML file or one of {', '.join(names)}")
     try:
-        values = yaml.load(source.read_text(encoding="utf-8-sig"), _UniqueKeys)
+        values = read_yaml(source.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {str(recipe)!r} is not valid YAML: {error}") from None
+        raise UserError(f"recipe {str(recipe)!r} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"recipe {str(recipe)!r} must be a YAML mapping of Recipe fields")
+        raise UserError(f"recipe {str(recipe)!r} must be a YAML mapping of Recipe fields")
     known = {f.name for f in fields(Recipe)}
     asked, own = overrides.get("stage"), values.get("stage")
     if asked is not None and own is not None and asked != own:
-        raise ValueError(f"recipe {str(recipe)!r} is for {own}, not for {asked}; give a recipe of {asked}")
+        raise UserError(f"recipe {str(recipe)!r} is for {own}, not for {asked}; give a recipe of {asked}")
     given = {name: value for name, value in overrides.items() if value is not None}
     values |= shortened_warmup(values, given) | given
     if unknown := sorted(map(str, values.keys() - known)):
-        raise ValueError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise UserError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return Recipe(**values)
 
 

@@ -89,6 +89,17 @@ def _holder_text(holder: bytes) -> str:
         return "its process id is not known yet"
 
 
+def check_run_target(out_dir: str | Path, overwrite: bool = False) -> None:
+    """As `check_target`, long before `run_folder` is entered, which decides if an earlier run has left its folder."""
+    if not _run_dir(Path(out_dir)).exists():
+        check_target(out_dir, overwrite)
+
+
+def _run_dir(out_dir: Path) -> Path:
+    out_dir = out_dir.absolute()
+    return out_dir.with_name(f".{out_dir.name}.run")
+
+
 @contextlib.contextmanager
 def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False) -> Iterator[Path]:
     """A locked folder beside the output `out_dir`, in which a command keeps checkpoints until the output is written.
@@ -100,7 +111,7 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
         ValueError: another process works there, or the output may not be written.
     """
     out_dir = Path(out_dir).absolute()
-    folder = out_dir.with_name(f".{out_dir.name}.run")
+    folder = _run_dir(out_dir)
     with run_lock(folder):
         try:
             check_target(out_dir, overwrite)

@@ -44,17 +44,26 @@ def list_of(sources: str | Path | Iterable[str | Path]) -> list[str | Path]:
     return sources
 
 
+def check_source(source: str | Path) -> None:
+    """Raise ValueError for a file that does not exist, or a table. Nothing is read, and the Hub is not asked."""
+    name = str(source)
+    if name.startswith("hub:"):
+        return
+    if Path(name).suffix.lower() in TABLES:
+        raise ValueError(
+            f'{name!r} is a table; write its text as .jsonl, one {{"text": ...}} per line, or as .parquet with'
+            f" a column {FIELD!r}"
+        )
+    _existing(source)
+
+
 def documents(source: str | Path) -> Iterator[str]:
     """The documents of one source, in order. Only the current document is kept in memory.
 
     Raises ValueError, naming the place, for a missing, empty or binary file, a broken line and a row without text.
     """
     name, found = str(source), False
-    if Path(name).suffix.lower() in TABLES and not name.startswith("hub:"):
-        raise UserError(
-            f'{name!r} is a table; write its text as .jsonl, one {{"text": ...}} per line, or as .parquet with'
-            f" a column {FIELD!r}"
-        )
+    check_source(source)
     reader = _hub if name.startswith("hub:") else _READERS.get(Path(name).suffix.lower())
     if reader is None:
         yield read_text(source)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
-from hf_memmix.mixers import MIXERS
+from hf_memmix.mixer_names import check_mixer_name
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def starts(name: str, options: Callable[[AttentionWeights], dict] = lambda atten
 
 def start_of(name: str) -> Start:
     """The start of the mixer `name`. Raises ValueError if there is no such mixer or it has no start."""
-    if name not in MIXERS:
-        raise ValueError(f"mixer {name!r} is unknown; registered: {', '.join(MIXERS)}")
+    check_mixer_name(name)
     if name in STARTS:
         return STARTS[name]
     raise ValueError(

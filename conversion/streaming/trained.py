@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_memmix.conversion.layer_plan import load_mixer
 from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, read_config
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
+from hf_memmix.conversion.taken_mixers import load_mixer
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION, MemoryMixer
 

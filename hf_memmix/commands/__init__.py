@@ -65,5 +65,5 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; `memmix` (hf_memmix_cli.py) and `python -m hf_memmix.cli` call it."""
+    """Run the command line; `memmix` (hf_memmix_cli.py) and `python -m hf_memmix_cli` call it."""
     app(prog_name="memmix")

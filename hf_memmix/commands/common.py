@@ -4,12 +4,13 @@ Results go to stdout, everything else to stderr. torch and transformers are impo
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console, ConsoleDimensions
+
+from hf_memmix.errors import UserError
 
 
 class _Console(Console):
@@ -41,17 +42,9 @@ KeepLayers = Annotated[
 KeepCount = Annotated[
     str | None, typer.Option("--keep-count", help='How many layers stay attention: "2", or a share of them: "0.25".')
 ]
-OldKeep = Annotated[str | None, typer.Option("--keep", hidden=True, help="Old name of the two options above.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output folder when the new one is complete.")
 ]
-
-
-def start_library() -> None:
-    """Run `hf_memmix/__init__.py`, which registers the models, if the console script has postponed it."""
-    package = sys.modules["hf_memmix"]
-    if not hasattr(package, "__version__"):
-        package.__spec__.loader.exec_module(package)
 
 
 def quiet_library() -> None:
@@ -62,21 +55,10 @@ def quiet_library() -> None:
     logging.set_verbosity_error()
 
 
-def check_placement(device: str | None, device_map: str | None) -> None:
-    """Raise ValueError unless --device and --device-map fit together, and accelerate is there for the second one."""
-    if device_map is None:
-        return
-    if device_map != "auto":
-        raise ValueError(f"--device-map is {device_map!r}; it can be auto")
-    if device is not None:
-        raise ValueError(f"--device is {device!r}, but --device-map auto also chooses the devices; give one of them")
-    import accelerate  # noqa: F401, without it the library raises an error that does not name the remedy
-
-
 def load(folder: Path, device: str | None, dtype=None, device_map: str | None = None):
     """Load a model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there.
 
-    device_map: "auto" in place of `device`, see `check_placement`.
+    device_map: "auto" in place of `device`, see `checks.check_placement`.
     """
     import tempfile
 
@@ -98,7 +80,7 @@ def load(folder: Path, device: str | None, dtype=None, device_map: str | None = 
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot put {folder} on the device {device!r}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"cannot put {folder} on the device {device!r}: {str(error).splitlines()[0]}") from None
 
 
 def shape_of(folder: Path):
@@ -117,7 +99,7 @@ def tokenizer_of(folder: Path, required: bool = True):
     tokenizer = load_tokenizer(folder)
     if tokenizer is None and required:
         read_config(folder)  # a folder without a model gets a message of its own
-        raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
+        raise UserError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
     return tokenizer
 
 
@@ -127,11 +109,11 @@ def shared_tokenizer(folder: Path, other: Path):
 
     ours, theirs = tokenizer_of(folder), tokenizer_of(other, required=False)
     if theirs is not None and theirs.get_vocab() != ours.get_vocab():
-        raise ValueError(
+        raise UserError(
             f"{other} and {folder} have different vocabularies, so their models cannot read the same tokens"
         )
     if theirs is not None and beginning_of(theirs) != beginning_of(ours):
-        raise ValueError(
+        raise UserError(
             f"the tokenizers of {other} and {folder} begin a text with other tokens ({beginning_of(theirs)} and"
             f" {beginning_of(ours)}); copy the teacher's tokenizer to the student"
         )
@@ -140,27 +122,3 @@ def shared_tokenizer(folder: Path, other: Path):
 
 def print_json(value: dict) -> None:
     typer.echo(json.dumps(value))
-
-
-def choice_of_layers(layers: str | None, count: str | None, keep: str | None, keep_counts: bool):
-    """The `LayerChoice` of --keep-layers, --keep-count or the old --keep; None if none of them is given.
-
-    `keep_counts`: whether --keep meant a number of layers in this command.
-
-    Raises:
-        ValueError: more than one is given, or the text does not name layers.
-    """
-    from hf_memmix.conversion.layer_choice import LayerChoice
-
-    given = {"--keep-layers": layers, "--keep-count": count, "--keep": keep}
-    given = {name: text for name, text in given.items() if text is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both choose the layers that stay attention; give one of them")
-    if not given:
-        return None
-    ((name, text),) = given.items()
-    counts = name == "--keep-count" or (name == "--keep" and (keep_counts or "." in text))
-    if name == "--keep":
-        new = "--keep-count" if counts else "--keep-layers"
-        err.print(f"warning: --keep has a new name; write {new} {text}", markup=False, soft_wrap=True)
-    return (LayerChoice.counted if counts else LayerChoice.listed)(text, name)

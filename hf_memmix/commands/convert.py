@@ -10,21 +10,20 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
+from hf_memmix.commands.checks import choice_of_layers, given_model, layers_of, library
 from hf_memmix.commands.common import (
     Json,
     KeepCount,
     KeepLayers,
-    OldKeep,
     Overwrite,
-    choice_of_layers,
     err,
     out,
     print_json,
     quiet_library,
 )
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.progress import progress
+from hf_memmix.errors import UserError
 
 
 @one_line_errors
@@ -59,7 +58,6 @@ def convert(
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Context length of the dry run, in tokens; repeatable.")
     ] = None,
-    keep: OldKeep = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -67,44 +65,40 @@ def convert(
 
     The teacher is read and the student is written piece by piece: one decoder layer at a time is in memory.
     """
-    from hf_memmix.conversion import convert_model
-    from hf_memmix.conversion.convert import convert_to_folder
-    from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
-    from hf_memmix.conversion.families import family_of
-    from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
-    from hf_memmix.conversion.loading import read_config
-    from hf_memmix.conversion.mixer_files import load_aligned
-    from hf_memmix.conversion.mixer_layout import mixer_types_of
     from hf_memmix.conversion.saving import check_not_read, check_target, existing_folder
 
     if out_dir is None and not dry_run:
-        raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
+        raise UserError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
         check_target(out_dir, overwrite)
         check_not_read(out_dir, plan)
-    teacher, trained = model_folder(teacher), [model_folder(folder) for folder in trained or []]
-    config = read_config(teacher)
-    family_of(config)  # refuse a family that cannot be converted before loading its weights
-    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
+    chosen = choice_of_layers(keep_layers, keep_count)
     _refuse_two_choices(mixer, layers, plan, chosen)
-    aligned = None
-    if plan is not None:
-        planned = read_plan(plan, config.num_hidden_layers)
-        arguments = plan_arguments(planned)
-        if mixer not in (None, arguments.get("mixer")):
-            raise ValueError(f"--mixer is {mixer!r}, but --plan also chooses the mixers; give one of them")
-        aligned = None if trained else trained_folder(planned, plan)
-    elif layers is not None:
-        arguments = {"layers": mixer_types_of(layers, config.num_hidden_layers, "--layers")}
-    else:
-        arguments = {"mixer": "gka" if mixer is None else mixer, "keep": "none" if chosen is None else chosen}
-    arguments |= _all_options(arguments, *_parse_options(option or []), [read_config(folder) for folder in trained])
+    options = _parse_options(option or [])
+    teacher, trained = given_model(teacher), [given_model(folder) for folder in trained or []]
+    arguments, aligned = _choice(mixer, layers, chosen, plan, layers_of(teacher))
+    if trained:
+        aligned = None
+    with library():
+        from hf_memmix.conversion.families import family_of
+        from hf_memmix.conversion.loading import read_config
+
+    family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
+    arguments |= _all_options(arguments, *options, [read_config(folder) for folder in trained])
     if dry_run:
+        with library():
+            from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
+
         place = existing_folder((out_dir or Path(tempfile.gettempdir(), "student")).absolute().parent)
         lengths = tuple(context or CONTEXTS)
         result = estimate(meta_teacher(teacher), contexts=lengths, place=place, **arguments)
         print_json(result) if as_json else _print_estimate(result)
         return
+    with library():
+        from hf_memmix.conversion import convert_model
+        from hf_memmix.conversion.convert import convert_to_folder
+        from hf_memmix.conversion.mixer_files import load_aligned
+
     quiet_library()
     with progress("converting, in MiB:") as advance:
         student = convert_to_folder(
@@ -138,11 +132,14 @@ def import_hmf(
     as_json: Json = False,
 ) -> None:
     """Load a checkpoint of the official GKA release (Hybrid Model Factory) and save it as a model of this package."""
-    from hf_memmix.conversion import hmf, save_student
     from hf_memmix.conversion.saving import check_not_read, check_target
 
     check_target(out_dir, overwrite)
     check_not_read(out_dir, folder)
+    given_model(folder)
+    with library():
+        from hf_memmix.conversion import hmf, save_student
+
     with err.status("importing"):
         model = hmf.import_hmf(folder)
         save_student(model, out_dir, overwrite=overwrite, files=hmf.tokenizer_files(folder))
@@ -224,12 +221,34 @@ def _layers_of_mixers(kinds: list[str]) -> str:
 def _refuse_two_choices(mixer: str | None, layers: str | None, plan: Path | None, kept) -> None:
     """Raise ValueError if two options choose the mixers of the layers. `kept`: the choice of the --keep options."""
     if plan is not None and kept is not None:
-        raise ValueError(f"{kept.written}, but --plan also chooses the layers that stay attention; give one of them")
+        raise UserError(f"{kept.written}, but --plan also chooses the layers that stay attention; give one of them")
     if layers is not None and kept is not None:
-        raise ValueError(f'{kept.written}, but --layers also says which layers stay attention: write "attention=..."')
+        raise UserError(f'{kept.written}, but --layers also says which layers stay attention: write "attention=..."')
     if layers is not None and (mixer is not None or plan is not None):
         other = "--mixer" if plan is None else "--plan"
-        raise ValueError(f"--layers is {layers!r}, but {other} also chooses the mixers; give one of them")
+        raise UserError(f"--layers is {layers!r}, but {other} also chooses the mixers; give one of them")
+
+
+def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, num_layers: int) -> tuple:
+    """What `convert_model` gets for the layers, and the folder of the aligned mixers of a plan or None."""
+    from hf_memmix.conversion.layer_choice import layers_to_keep
+    from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
+    from hf_memmix.conversion.mixer_layout import mixer_types_of
+    from hf_memmix.mixer_names import check_mixer_name
+
+    if mixer is not None:
+        check_mixer_name(mixer)
+    if plan is not None:
+        planned = read_plan(plan, num_layers)
+        arguments = plan_arguments(planned)
+        if mixer not in (None, arguments.get("mixer")):
+            raise UserError(f"--mixer is {mixer!r}, but --plan also chooses the mixers; give one of them")
+        return arguments, trained_folder(planned, plan)
+    if layers is not None:
+        return {"layers": mixer_types_of(layers, num_layers, "--layers")}, None
+    keep = "none" if chosen is None else chosen
+    layers_to_keep(keep, num_layers)
+    return {"mixer": "gka" if mixer is None else mixer, "keep": keep}, None
 
 
 def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained: list) -> dict:
@@ -260,6 +279,8 @@ def _parse_options(pairs: list[str]) -> tuple[dict, dict[str, dict]]:
     """The options NAME=VALUE, and by mixer those of the form MIXER.NAME=VALUE."""
     import yaml
 
+    from hf_memmix.conversion.yaml_text import read_yaml
+
     plain, mixers = {}, {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
@@ -269,11 +290,11 @@ def _parse_options(pairs: list[str]) -> tuple[dict, dict[str, dict]]:
             or (dot and not mixer)
             or name in ("teacher", "mixer", "mixers", "keep", "layers", "seed")
         ):
-            raise ValueError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
+            raise UserError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
         try:
-            value = yaml.safe_load(text)
+            value = read_yaml(text)
         except yaml.YAMLError:
-            raise ValueError(
+            raise UserError(
                 f"--option {pair!r}: {text!r} is not a value; give e.g. 21, 0.02, true, null or [12,10]"
             ) from None
         if isinstance(value, str):

@@ -3,6 +3,7 @@
 import os
 
 from hf_memmix import launch
+from hf_memmix.errors import UserError
 
 
 def choose_device(device: str | None) -> None:
@@ -18,9 +19,9 @@ def choose_device(device: str | None) -> None:
         return
     kind, _, number = device.partition(":")
     if not (kind == "cpu" and not number) and not (kind == "cuda" and (number.isdecimal() or device == "cuda")):
-        raise ValueError(f"--device is {device!r}; give cpu, cuda or, for the second GPU, cuda:1")
+        raise UserError(f"--device is {device!r}; give cpu, cuda or, for the second GPU, cuda:1")
     if launch.processes() > 1:
-        raise ValueError(f"--device is {device!r}, but the launcher gives each process its device; leave it out")
+        raise UserError(f"--device is {device!r}, but the launcher gives each process its device; leave it out")
     import torch
 
     from hf_memmix.visible_gpus import see_only, visible_gpus
@@ -30,7 +31,7 @@ def choose_device(device: str | None) -> None:
         return
     count = torch.cuda.device_count()
     if int(number or 0) >= count:
-        raise ValueError(
+        raise UserError(
             f"--device is {device!r}, but this machine shows {count} GPUs to PyTorch; give one of them, or cpu"
         )
     if number:
@@ -47,7 +48,7 @@ def check_processes() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             f"the launcher started {processes} processes, one for each GPU, but PyTorch sees no GPU on this machine;"
             " use training/accelerate/cpu.yaml, or call memmix without a launcher"
         )

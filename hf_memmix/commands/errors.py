@@ -22,7 +22,7 @@ from types import TracebackType
 
 import typer
 
-from hf_memmix.commands.common import err, start_library
+from hf_memmix.commands.common import err
 from hf_memmix.versions import UntestedVersionError
 
 OURS = ("hf_memmix", "hf_memmix_kernels", "hf_memmix_cli")
@@ -57,7 +57,6 @@ def one_line_errors(command):
     @wraps(command)
     def run(*args, **kwargs):
         try:
-            start_library()
             result = command(*args, **kwargs)
             sys.stdout.flush()
             return result

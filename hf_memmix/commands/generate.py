@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.common import Device, DeviceMap, Json, check_placement, err, load, print_json, tokenizer_of
+from hf_memmix.commands.checks import check_placement, given_model, library
+from hf_memmix.commands.common import Device, DeviceMap, Json, err, load, print_json, tokenizer_of
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.hub import model_folder
+from hf_memmix.errors import UserError
 
 
 @one_line_errors
@@ -30,24 +31,29 @@ def generate(
     """Continue a prompt and print the text as it is generated."""
     import time
 
-    import torch
-    from transformers import TextStreamer
-
     from hf_memmix.assets import asset_path
-    from hf_memmix.conversion.limits import check_length
 
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"--prompt is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by iconv"
         ) from None
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one word")
     check_placement(device, device_map)
-    folder = model_folder(model) or asset_path("tiny_gka")
+    folder = given_model(model) or asset_path("tiny_gka")
+    with library():
+        import torch
+        from transformers import TextStreamer
+
+        from hf_memmix.conversion.limits import check_length, check_tokens
+
     network, tokenizer = load(folder, device, device_map=device_map), tokenizer_of(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
     if inputs["input_ids"].shape[1] == 0:
-        raise ValueError("the prompt is empty; give at least one word")
+        raise UserError("the prompt is empty; give at least one word")
+    check_tokens(inputs["input_ids"], network, tokenizer, "--prompt")
     total = inputs["input_ids"].shape[1] + max_new_tokens
     check_length(network, "model", total, "prompt with --max-new-tokens", "ask for fewer")
     torch.manual_seed(seed)

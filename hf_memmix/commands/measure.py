@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from hf_memmix.commands.checks import check_placement, check_texts, given_model, library
 from hf_memmix.commands.common import (
     Device,
     DeviceMap,
@@ -15,7 +16,6 @@ from hf_memmix.commands.common import (
     Student,
     Teacher,
     Texts,
-    check_placement,
     load,
     out,
     print_json,
@@ -24,8 +24,8 @@ from hf_memmix.commands.common import (
     tokenizer_of,
 )
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.progress import progress, tell_reading
+from hf_memmix.errors import UserError
 
 Seed = Annotated[int, typer.Option(help="Seed of the random choices.")]
 Text = Annotated[Path | None, typer.Option(help="Text file that the probes are made of; default: a bundled text.")]
@@ -51,12 +51,14 @@ def report(
     With --device-map auto, first the teacher is in memory and then the student. The KL divergence is then a lower
     bound, from the 64 likeliest tokens of the teacher.
     """
-    from hf_memmix.conversion.compare import compare_models
-    from hf_memmix.conversion.compare_in_turn import compare_in_turn
-    from hf_memmix.training.data import tokenize_files
-
     check_placement(device, device_map)
-    name, student, teacher = student, model_folder(student), model_folder(teacher)
+    check_texts(text)
+    name, student, teacher = student, given_model(student), given_model(teacher)
+    with library():
+        from hf_memmix.conversion.compare import compare_models
+        from hf_memmix.conversion.compare_in_turn import compare_in_turn
+        from hf_memmix.training.data import tokenize_files
+
     tokenizer = shared_tokenizer(teacher, student)
     tell_reading(text)
     tokens = tokenize_files(text, tokenizer)
@@ -106,22 +108,26 @@ def evaluate(
     With --device-map auto, one model after the other is in memory.
     """
     from hf_memmix.assets import asset_path
-    from hf_memmix.conversion.limits import limit_of
-    from hf_memmix.conversion.records import write_json
     from hf_memmix.conversion.saving import atomic_folder, check_not_read, check_target
-    from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, gain_text, plot_probes, run_probes
+    from hf_memmix.training.evaluation.probes.tasks import check_tasks
     from hf_memmix.training.text_files import read_text, text_record
 
     check_placement(device, device_map)
     check_target(out_dir, overwrite)
-    chosen = tuple(TASKS) if tasks == "all" else tuple(part.strip() for part in tasks.split(","))
+    chosen = check_tasks(tasks)
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
     text = asset_path("heldout.txt") if text is None else text
     names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
-    folders = {role: model_folder(name) for role, name in names.items()}
+    folders = {role: given_model(name) for role, name in names.items()}
     check_not_read(out_dir, *folders.values(), text)
+    content = read_text(text)
+    with library():
+        from hf_memmix.conversion.limits import limit_of
+        from hf_memmix.conversion.records import write_json
+        from hf_memmix.training.evaluation.probes import Material, by_length, gain_text, plot_probes, run_probes
+
     tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
-    material = Material(tokenizer, read_text(text))
+    material = Material(tokenizer, content)
     if device_map is None:
         models = run = {role: load(folder, device) for role, folder in folders.items()}
     else:
@@ -129,7 +135,7 @@ def evaluate(
         run = {role: partial(load, folder, None, device_map=device_map) for role, folder in folders.items()}
     longest = max(limit_of(model) for model in models.values())
     if too_long := [length for length in grid["lengths"] if length > longest]:
-        raise ValueError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
+        raise UserError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
     with progress("probing") as advance:
         results = run_probes(
             run, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
@@ -173,9 +179,9 @@ def _numbers(option: str, text: str, kind) -> tuple:
     try:
         values = tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{option} is {text!r}; give numbers, separated by commas") from None
+        raise UserError(f"{option} is {text!r}; give numbers, separated by commas") from None
     if kind is int and min(values) < 1:
-        raise ValueError(f"{option} is {text!r}; lengths are at least 1")
+        raise UserError(f"{option} is {text!r}; lengths are at least 1")
     return values
 
 

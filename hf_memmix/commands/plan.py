@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.commands.common import Json, KeepCount, KeepLayers, choice_of_layers, out, print_json
+from hf_memmix.commands.checks import choice_of_layers, given_model, layers_of, library
+from hf_memmix.commands.common import Json, KeepCount, KeepLayers, out, print_json
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.hub import model_folder
+from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import check_mixer_name
 
 LENGTH = 2048
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -39,20 +41,27 @@ def plan(
     Only the teacher's config.json is read. Memory is computed from shapes. Hours are estimated from measured training
     runs of 1B and 8B models on the GPU that the last line names.
     """
-    from hf_memmix.conversion import convert_model
-    from hf_memmix.conversion.estimate import meta_teacher
-    from hf_memmix.conversion.limits import check_length, limit_of
-    from hf_memmix.conversion.streaming.conversion_cost import streaming_cost
-    from hf_memmix.training.planning.speed import measured
-    from hf_memmix.training.planning.stage_settings import measured_beside, plan_stages
+    from hf_memmix.conversion import layers_to_keep
 
     budget, count = _gpu_memory(gpu_memory), _tokens(tokens)
+    check_mixer_name(mixer)
+    keep = choice_of_layers(keep_layers, keep_count)
+    keep = "none" if keep is None else keep
+    folder = given_model(teacher)
+    layers_to_keep(keep, layers_of(folder))
+    with library():
+        from hf_memmix.conversion import convert_model
+        from hf_memmix.conversion.limits import check_length, limit_of
+        from hf_memmix.conversion.loading import meta_teacher
+        from hf_memmix.conversion.streaming.conversion_cost import streaming_cost
+        from hf_memmix.training.planning.speed import measured
+        from hf_memmix.training.planning.stage_settings import measured_beside, plan_stages
+
     start = time.perf_counter()
-    original = meta_teacher(model_folder(teacher))
+    original = meta_teacher(folder)
     length = min(LENGTH, limit_of(original)) if length is None else length
     check_length(original, "teacher", length, "--length", "give a shorter one")
-    keep = choice_of_layers(keep_layers, keep_count, None, keep_counts=False)
-    student = convert_model(original.to("meta"), mixer, "none" if keep is None else keep)
+    student = convert_model(original.to("meta"), mixer, keep)
     planning = time.perf_counter() - start
     stages = plan_stages(original, student, budget, count, gpus, length)
     convert = streaming_cost(original, student, Path(tempfile.gettempdir()), planning)
@@ -74,11 +83,11 @@ def plan(
 def _gpu_memory(text: str) -> int:
     """The bytes of a text such as "24GiB". Raises ValueError if no GPU computes anything with so few."""
     from hf_memmix.conversion.records import bytes_of, bytes_text
-    from hf_memmix.training.planning.stage_settings import CONTEXT
+    from hf_memmix.training.planning import CONTEXT
 
     count = bytes_of(text, "--gpu-memory")
     if count <= CONTEXT:
-        raise ValueError(
+        raise UserError(
             f"--gpu-memory is {text!r}, {bytes_text(count)}, but CUDA alone takes {bytes_text(CONTEXT)} of a GPU; give"
             " the memory of one GPU with its unit, e.g. 24GiB"
         )
@@ -90,7 +99,7 @@ def _tokens(text: str) -> int:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)([kMBT]?)", text.strip())
     count = 0 if match is None else round(float(match[1]) * _COUNTS[match[2]])
     if count < 1:
-        raise ValueError(f'--tokens is {text!r}; give a number of at least 1, e.g. "50M"; units: k, M, B, T')
+        raise UserError(f'--tokens is {text!r}; give a number of at least 1, e.g. "50M"; units: k, M, B, T')
     return count
 
 

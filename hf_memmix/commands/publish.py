@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.commands.checks import library
 from hf_memmix.commands.common import Json, err, out, print_json
 from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.errors import UserError
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
 # files in the folder of a run that are not part of a model
@@ -35,22 +37,23 @@ def card(
 ) -> None:
     """Write the card (README.md) of a converted model from measurements in JSON files."""
     from hf_memmix.conversion.written import add_to_marker, check_file
-    from hf_memmix.training.card import student_card
+    from hf_memmix.training.card import student_config
     from hf_memmix.training.card_inputs import read_plan, read_probes, read_report, read_stage
 
+    student_config(model)
     target = model / "README.md"
     check_file(target, overwrite, r"<!-- weights [0-9a-f]{64} -->", "a card")
-    content = student_card(
-        model,
-        read_report(report),
-        base_model=base_model,
-        license=license_name,
-        repo=repo,
-        language=language,
-        probes=None if probes is None else read_probes(probes),
-        stages=[read_stage(path) for path in stage or []],
-        plan=None if plan is None else read_plan(plan),
-    )
+    measured = {
+        "probes": None if probes is None else read_probes(probes),
+        "stages": [read_stage(path) for path in stage or []],
+        "plan": None if plan is None else read_plan(plan),
+    }
+    result = read_report(report)
+    with library():
+        from hf_memmix.training.card import student_card
+
+    about = {"base_model": base_model, "license": license_name, "repo": repo, "language": language}
+    content = student_card(model, result, **about, **measured)
     part = target.with_name(".README.md.part")
     part.write_text(content, encoding="utf-8")
     os.replace(part, target)
@@ -83,7 +86,7 @@ def push(
         return
     token = huggingface_hub.get_token()
     if token is None:
-        raise ValueError(
+        raise UserError(
             "there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to a token with write access"
         )
     api = huggingface_hub.HfApi(token=token)
@@ -98,9 +101,9 @@ def push(
         status = getattr(error.response, "status_code", None)
         remedy = {401: "; the token is not valid there", 403: "; the token may not write there"}.get(status, "")
         answer = error.server_message or str(error).splitlines()[0]
-        raise ValueError(f"{api.endpoint} refused {repo!r} ({status}): {answer}{remedy}") from None
+        raise UserError(f"{api.endpoint} refused {repo!r} ({status}): {answer}{remedy}") from None
     except HTTPError as error:  # the connection failed
-        raise ValueError(f"{api.endpoint} cannot be reached ({error}); nothing was committed") from None
+        raise UserError(f"{api.endpoint} cannot be reached ({error}); nothing was committed") from None
     if as_json:
         print_json({"repo": url.repo_id, "url": str(url), "commit": commit.oid})
     else:
@@ -116,7 +119,7 @@ def _list_upload(model: Path, repo: str, revision: str | None, as_json: bool) ->
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"{repo!r} is not a valid name on the Hub: {error}") from None
+        raise UserError(f"{repo!r} is not a valid name on the Hub: {error}") from None
     names = sorted(path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file())
     files = {name: (model / name).stat().st_size for name in filter_repo_objects(names, ignore_patterns=NOT_UPLOADED)}
     if as_json:

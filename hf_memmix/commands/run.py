@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.common import start_library
+from hf_memmix.commands.checks import start_library
 from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.errors import UserError
 
 # the console scripts of these programs start new processes, in which hf_memmix is not imported; the value is the
 # package of the scripts that such a process runs
@@ -28,7 +29,7 @@ def run(
     """Run another Python program, such as lm_eval or trl, with the converted models registered.
 
     The program receives every argument after its name: `memmix run trl sft --model_name_or_path DIR`. Start several
-    processes with `accelerate launch -m hf_memmix.cli run trl sft ...`.
+    processes with `accelerate launch -m hf_memmix_cli run trl sft ...`.
     """
     start = prepare(program, context.args)
     # from here on, errors and exit code are those of the program
@@ -44,7 +45,7 @@ def prepare(program: str, arguments: list[str]) -> Callable:
     """
     found = tuple(entry_points(group="console_scripts", name=program))
     if not found:
-        raise ValueError(
+        raise UserError(
             f"there is no program {program!r} in this Python environment; install it (pip install {program}), or give"
             " the name of a console script that a Python package has installed"
         )

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from hf_memmix.commands.checks import given_model, library
 from hf_memmix.commands.common import err, out, print_json
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.hub import model_folder
 
 LENGTHS = (2048, 16384, 65536)
 # the module behind the command `vllm`, which may be missing from PATH
@@ -35,10 +35,11 @@ def serve(
 @one_line_errors
 def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> None:
     """Raise ValueError if vLLM cannot serve the model; print what it costs."""
-    from hf_memmix.serving.capacity import capacity, check_installation, check_model
+    folder = given_model(model)
+    with library():
+        from hf_memmix.serving.capacity import capacity, check_installation, check_model
 
     check_installation()
-    folder = model_folder(model)
     config = check_model(folder)
     record = capacity(folder, config, arguments, LENGTHS)
     if as_json:

@@ -11,6 +11,7 @@ import typer
 
 from hf_memmix import launch
 from hf_memmix.command_options import command
+from hf_memmix.commands.checks import check_device, check_texts, given_model, layers_of, library
 from hf_memmix.commands.common import (
     Device,
     Json,
@@ -27,8 +28,8 @@ from hf_memmix.commands.common import (
 )
 from hf_memmix.commands.devices import check_processes, choose_device
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.progress import progress, rate_text, tell, tell_reading
+from hf_memmix.errors import UserError
 
 OptionalStudent = Annotated[
     Path | None, typer.Option(help="The converted model: a folder or a Hub id.", show_default=False)
@@ -126,7 +127,7 @@ def align(args) -> None:
         return
     for name in ("spool", "dry_run"):
         if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} belongs to --stream; give --stream too, or leave it out")
+            raise UserError(f"--{name.replace('_', '-')} belongs to --stream; give --stream too, or leave it out")
     _train("align", args)
 
 
@@ -148,13 +149,15 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Join the layers that several runs of align have trained with --layers, on one machine or on many."""
-    from hf_memmix.conversion import save_student
     from hf_memmix.conversion.saving import check_not_read, check_target
-    from hf_memmix.training.merge import merge_students
 
     check_target(out_dir, overwrite)
-    student = model_folder(student)
+    student, parts = given_model(student), [given_model(part) for part in parts]
     check_not_read(out_dir, renewed=[student, *parts])
+    with library():
+        from hf_memmix.conversion import save_student
+        from hf_memmix.training.merge import merge_students
+
     with err.status("merging"):
         model, origin = merge_students(student, parts)
         save_student(model, out_dir, tokenizer_of(student, required=False), overwrite=overwrite)
@@ -183,13 +186,17 @@ def cache_teacher(
 ) -> None:
     """Write the probabilities of the teacher's likeliest tokens to disk, for recipes with `teacher: cache:DIR`."""
     from hf_memmix.conversion.saving import check_not_read, check_target
-    from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.recipe import load_recipe
-    from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
-    check_target(out_dir, overwrite)
-    check_not_read(out_dir, teacher := model_folder(teacher), *text)
+    check_device(device)
     settings = load_recipe(recipe, block_size=block_size)
+    check_target(out_dir, overwrite)
+    check_texts(text)
+    check_not_read(out_dir, teacher := given_model(teacher), *text)
+    with library():
+        from hf_memmix.training.data import TokenBlocks
+        from hf_memmix.training.teacher_cache import teacher_hash, write_cache
+
     tell_reading(text)
     data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack, settings.bos)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
@@ -209,15 +216,36 @@ def _take_device(args: SimpleNamespace) -> None:
     check_processes()
 
 
-def _settings(stage: str, args: SimpleNamespace):
-    """The recipe of a command, with the options that replace its fields. Checks the options of both ways to train."""
-    from dataclasses import replace
-
+def _recipe(stage: str, args: SimpleNamespace):
+    """The recipe of a command, with the options that replace its fields. Checks what needs no library."""
     from hf_memmix.training.recipe import load_recipe
-    from hf_memmix.training.trainer_arguments import check_packages, check_schedule, check_trackers
 
+    check_device(args.device)
     overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
     settings = load_recipe(args.recipe, **overrides, stage=stage)
+    _refuse_two_students(args)
+    check_texts(args.text)
+    return settings
+
+
+def _models(args: SimpleNamespace) -> tuple[Path | None, Path]:
+    """The folders of student and teacher. Raises ValueError if the output would replace the teacher."""
+    from hf_memmix.conversion.layer_plan import read_plan
+    from hf_memmix.conversion.saving import check_not_read
+
+    student, teacher = given_model(args.student), given_model(args.teacher)
+    check_not_read(args.out_dir, teacher)
+    if args.plan is not None:
+        read_plan(args.plan, layers_of(teacher))
+    return student, teacher
+
+
+def _with_options(settings, args: SimpleNamespace):
+    """The recipe with the options for the Trainer, which are checked."""
+    from dataclasses import replace
+
+    from hf_memmix.training.trainer_arguments import check_packages, check_schedule, check_trackers
+
     given = {"logging_steps": args.logging_steps} if args.logging_steps else {}
     given |= {"report_to": list(dict.fromkeys(args.report_to))} if args.report_to else {}
     check_trackers(given.get("report_to", []), "--report-to")
@@ -232,7 +260,7 @@ def _refuse_two_students(args: SimpleNamespace) -> None:
     """Raise ValueError unless either --student or --plan is given."""
     if (args.student is None) == (args.plan is None):
         wrong = "neither --student nor --plan is" if args.plan is None else "--student and --plan are both"
-        raise ValueError(
+        raise UserError(
             f"{wrong} given; give --student, the converted model, or --plan, by which the teacher is converted first"
         )
 
@@ -251,24 +279,23 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
 
 
 def _train(stage: str, args: SimpleNamespace) -> None:
-    _take_device(args)
-
-    import torch
-
-    from hf_memmix.conversion import save_student
-    from hf_memmix.conversion.mixer_files import convert_by_plan
-    from hf_memmix.conversion.saving import check_not_read
     from hf_memmix.training.run_lock import run_folder
-    from hf_memmix.training.train import train
 
-    settings = _settings(stage, args)
-    trackers = _names(settings.trainer.get("report_to"))
-    _keep_tensorboard(trackers, args.out_dir)
-    _refuse_two_students(args)
-    student, teacher = model_folder(args.student), model_folder(args.teacher)
-    check_not_read(args.out_dir, teacher)
+    settings = _recipe(stage, args)
+    student, teacher = _models(args)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(args.out_dir, args.resume, args.overwrite) as run_dir:
+        _take_device(args)
+        with library():
+            import torch
+
+            from hf_memmix.conversion import save_student
+            from hf_memmix.conversion.mixer_files import convert_by_plan
+            from hf_memmix.training.train import train
+
+        settings = _with_options(settings, args)
+        trackers = _names(settings.trainer.get("report_to"))
+        _keep_tensorboard(trackers, args.out_dir)
         data, tokenizer = _read_data(args, settings, student, teacher)
         if args.plan is None:
             model = load(student, "cpu", "auto")
@@ -301,20 +328,23 @@ def _print_result(stage: str, result: dict, out_dir: Path) -> None:
 
 
 def _align_by_streaming(args: SimpleNamespace) -> None:
-    _take_device(args)
-
     from contextlib import nullcontext
 
-    from hf_memmix.training.streaming import align_by_streaming
+    from hf_memmix.training.run_lock import check_run_target
 
-    settings = _settings("align", args)
+    settings = _recipe("align", args)
+    student, teacher = _models(args)
+    check_run_target(args.out_dir, args.overwrite)
+    _take_device(args)
+    with library():
+        from hf_memmix.training.streaming import align_by_streaming
+
+    settings = _with_options(settings, args)
     if trackers := sorted(_names(settings.trainer.get("report_to")) - {"none"}):
-        raise ValueError(
+        raise UserError(
             f"report_to is {trackers[0]!r}, but --stream trains one layer after the other, each with its own losses;"
             " leave it out, --json prints the losses of all layers"
         )
-    _refuse_two_students(args)
-    student, teacher = model_folder(args.student), model_folder(args.teacher)
     quiet_library()
     data, _ = _read_data(args, settings, student, teacher)
     with nullcontext() if args.dry_run else progress("align: step") as advance:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_memmix_kernels.short_conv.op import MAX_TAPS
 
 from ..given_cache import cache_among
+from ..mixer_names import ATTENTION
 from ..padding import PaddedRows
 from ..versions import moved
 from .kept_bytes import KeptBytes
@@ -30,7 +31,6 @@ from .rounding import WarnsOfRounding
 from .tp_plan import TensorParallelPlan
 from .weight_decay import SparedFromDecay
 
-ATTENTION = "attention"
 MIXERS: dict[str, type["MemoryMixer"]] = {}
 
 

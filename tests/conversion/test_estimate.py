@@ -90,7 +90,16 @@ def test_every_family_is_planned_without_weights(tmp_path, model_type):
 
 def test_command_needs_config_alone_and_writes_nothing(tmp_path):
     tiny_teacher("llama", layers=4).config.save_pretrained(tmp_path / "teacher")
-    command = ["convert", "--teacher", tmp_path / "teacher", "--keep", "0.25", "--dry-run", "--option", "ridge=0.1"]
+    command = [
+        "convert",
+        "--teacher",
+        tmp_path / "teacher",
+        "--keep-count",
+        "0.25",
+        "--dry-run",
+        "--option",
+        "ridge=0.1",
+    ]
     result = result_of(memmix(*command, "--context", "100", "--context", "1000", "--json"))
     assert result["layers"] == ["gka", "gka", "attention", "gka"] and result["options"]["ridge"] == 0.1
     assert [row["context"] for row in result["state"]] == [100, 1000]

@@ -13,8 +13,9 @@ from hf_memmix.conversion import convert_model, load_model, mixer_types_of, save
 from hf_memmix.conversion.convert import convert_to_folder
 from hf_memmix.conversion.estimate import estimate
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.layer_plan import read_plan, take_mixers, write_plan
+from hf_memmix.conversion.layer_plan import read_plan, write_plan
 from hf_memmix.conversion.mixer_files import convert_by_plan, load_mixers, mixer_file, write_mixers
+from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.mixers import MIXERS
 from hf_memmix.models.echo import EchoConfig
 from hf_memmix.serving.footprint import Footprint

@@ -17,10 +17,10 @@ from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert, convert_model, load_model, save_student
 from hf_memmix.conversion.convert import convert_to_folder
 from hf_memmix.conversion.families import FAMILIES
-from hf_memmix.conversion.layer_plan import take_mixers
 from hf_memmix.conversion.loading import load_tokenizer
 from hf_memmix.conversion.streaming import shards
 from hf_memmix.conversion.streaming.stream import write_description
+from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.mixers import MIXERS
 from testing import every_third, in_turn
 from tiny_teachers import CONVERTIBLE, tiny_teacher, tiny_tokenizer

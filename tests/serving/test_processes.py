@@ -83,7 +83,7 @@ def server(folders):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_memmix.cli", "serve", str(ready(folders / ASSET)), "--port", str(port)]
+    command = [sys.executable, "-m", "hf_memmix_cli", "serve", str(ready(folders / ASSET)), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
     log = folders / "server.log"
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

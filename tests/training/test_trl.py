@@ -26,7 +26,7 @@ def test_trl_sft_trains_a_saved_student(tmp_path, options):
     (tmp_path / "data").mkdir()
     rows = [json.dumps({"text": tiny_text(5 + i % 4, seed=i)}) for i in range(24)]
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
-    start = [sys.executable, "-m", "hf_memmix.cli", "run", "trl"]
+    start = [sys.executable, "-m", "hf_memmix_cli", "run", "trl"]
     command = [*start, "sft", "--model_name_or_path", "student", *SFT.split(), *options.split()]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
+from hf_memmix.training.planning import CONTEXT
 from hf_memmix.training.planning.memory import Memory, Settings, memory_of
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.planning.speed import measured, speed_of
 from hf_memmix.training.teachers import lora_names
 
-# the CUDA context, the libraries and what the allocator holds but cannot use
-CONTEXT, FRAGMENTED = 2**29, 0.05
+FRAGMENTED = 0.05  # what the allocator holds but cannot use
 ROWS = (8, 4, 2, 1)
 # (optimizer, checkpointing), chunk of logits
 STEPS = (

@@ -20,11 +20,10 @@ from hf_memmix.training.evaluation.probes import (
     gain_text,
     plot_probes,
     run_probes,
-    score,
 )
 from hf_memmix.training.evaluation.probes.grid import means
 from hf_memmix.training.evaluation.probes.material import Answer
-from hf_memmix.training.evaluation.probes.score import Scores
+from hf_memmix.training.evaluation.probes.score import Scores, score
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar")

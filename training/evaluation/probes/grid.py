@@ -123,15 +123,6 @@ def _error_of_mean(values: list[tuple[float, Hashable]]) -> float | None:
     return (groups / (groups - 1) * sum(total**2 for total in off.values())) ** 0.5 / len(values)
 
 
-def gain_text(means: dict | None) -> str:
-    """The gain of `means` with its standard error, if there is one; "" without a gain."""
-    if means is None or means["gain"] is None:
-        return ""
-    if means["gain_error"] is None:
-        return f"{means['gain']:.2f}"
-    return f"{means['gain']:.2f} ± {means['gain_error']:.2f}"
-
-
 def by_length(results: dict) -> list[dict]:
     """The share of exact answers of every model by task and length, over all depths.
 

@@ -40,6 +40,20 @@ class Task:
     depths: bool
 
 
+def check_tasks(text: str) -> tuple[str, ...]:
+    """The tasks that a user names: names with commas between them, or "all".
+
+    Raises:
+        ValueError: there is no such task, or one is named twice.
+    """
+    names = tuple(TASKS) if text == "all" else tuple(part.strip() for part in text.split(","))
+    if unknown := [task for task in names if task not in TASKS]:
+        raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+    if repeated := [task for task in names if names.count(task) > 1]:
+        raise ValueError(f"task {repeated[0]!r} is named twice; name each task once")
+    return names
+
+
 def draw(task: str, material: Material, length: int, depth: float | None, seed: int, count: int) -> list[Sample]:
     """`count` samples of a cell. The same arguments give the same samples.
 

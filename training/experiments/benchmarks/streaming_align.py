@@ -185,7 +185,7 @@ if limit := float(sys.argv.pop(1)):
     gpu = int(os.environ.get("LOCAL_RANK", "0"))
     total = torch.cuda.get_device_properties(gpu).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), gpu)
-runpy.run_module("hf_memmix.cli", run_name="__main__", alter_sys=True)
+runpy.run_module("hf_memmix_cli", run_name="__main__", alter_sys=True)
 """
 
 

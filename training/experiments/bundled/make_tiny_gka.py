@@ -29,9 +29,9 @@ from transformers import AutoTokenizer
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, report, save_student
 from hf_memmix.conversion.hashes import file_hash
-from hf_memmix.conversion.layer_plan import take_mixers
 from hf_memmix.conversion.records import bytes_text, commit, write_json
 from hf_memmix.conversion.saving import check_target
+from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.training.data import TokenBlocks, tokenize_files
 from hf_memmix.training.drills import drill_rows, material_of
 from hf_memmix.training.experiments.bundled.recall import measure_recall

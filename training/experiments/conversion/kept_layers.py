@@ -21,8 +21,8 @@ from hf_memmix.assets import asset_path
 from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model, report, save_student
 from hf_memmix.conversion.convert import layers_to_keep
-from hf_memmix.conversion.layer_plan import take_mixers
 from hf_memmix.conversion.records import markdown_table, write_json
+from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import cost_of_swaps, rank_layers
 from hf_memmix.training.evaluation.probes import Material, draw

@@ -1,0 +1,19 @@
+"""The names of the mixers, for checks that come before a mixer, which needs torch, is imported."""
+
+import sys
+
+from .errors import UserError
+
+ATTENTION = "attention"  # stands in `mixer_types` for a layer that stays attention
+BUILT_IN = ("window", "coffee", "gka", "lattice", "mamba2", "ska")
+
+
+def mixer_names() -> tuple[str, ...]:
+    """The registered mixers; those of this package, as long as none has been imported."""
+    return tuple(getattr(sys.modules.get("hf_memmix.mixers"), "MIXERS", BUILT_IN))
+
+
+def check_mixer_name(name: str) -> None:
+    """Raise UserError unless there is a mixer of this name."""
+    if name not in (known := mixer_names()):
+        raise UserError(f"mixer {name!r} is unknown; registered: {', '.join(known)}")

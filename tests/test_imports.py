@@ -93,8 +93,9 @@ def test_the_product_does_not_import_the_experiments():
 
 
 def imports_of_tests():
-    """Imports of the tests of the product, which are no package."""
-    files = [file for file in (ROOT / "tests").rglob("*.py") if ROOT / "tests/experiments" not in file.parents]
+    """Imports of the tests of the product and of the kernels' benchmarks, which are no packages."""
+    files = [file for folder in ("tests", "kernels/benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for file in files if ROOT / "tests/experiments" not in file.parents]
     assert len(files) > 100
     return [found for file in files for found in imports_of(str(file.relative_to(ROOT)), False, file)]
 

@@ -1,6 +1,7 @@
 """figures.json, the tables of the experiments' pages and measured.json are what the committed results give."""
 
 import hashlib
+import re
 
 import pytest
 
@@ -54,3 +55,11 @@ def test_results_are_found_by_the_names_of_their_files():
     assert path_of("recall") == CHECKOUT / "training/experiments/gka/results/recall.json"
     with pytest.raises(ValueError, match="no results 'tea'; choose from "):
         path_of("tea")
+
+
+@pytest.mark.parametrize(
+    "page", sorted((CHECKOUT / "training/experiments").rglob("*.md")), ids=lambda page: page.parent.name
+)
+def test_links_of_the_experiments_pages_exist(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert not [target for target in targets if not target.startswith("http") and not (page.parent / target).exists()]

@@ -39,10 +39,15 @@ class TokenTimer(StoppingCriteria):
 
 
 def build(mixer: str | None):
-    """A Llama of `SHAPE` with random bf16 weights on the GPU; `mixer`, if given, replaces attention in every layer."""
+    """A Llama of `SHAPE` with random bf16 weights on the GPU; `mixer`, if given, replaces attention in every layer.
+
+    "gka+64" is `gka` with a window of 64 tokens beside it (`local_window`).
+    """
     config = LlamaConfig(**SHAPE, dtype="bfloat16", bos_token_id=0, eos_token_id=None, pad_token_id=0)
     if mixer is not None:
-        config = hf_memmix.memmix_config(config, mixer_types=[mixer] * config.num_hidden_layers)
+        kind, _, window = mixer.partition("+")
+        options = {"window": {"use_rope": True}} | ({kind: {"local_window": int(window)}} if window else {})
+        config = hf_memmix.memmix_config(config, [kind] * config.num_hidden_layers, options)
     torch.manual_seed(0)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

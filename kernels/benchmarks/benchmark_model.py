@@ -36,11 +36,14 @@ DECODE_BATCHES = (1, 32, 128)
 PREFILL = ((1, 2048), (1, 32768))
 TRAIN = ((8, 2048), (2, 8192))
 PHASES = ("prefill", "graph", "train", "decode")
-MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
+MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee", "window", "gka+64")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
 # kind: words in the names of its kernels; a kernel has the first kind of which a word appears in its name
 KINDS = (
-    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_", "decay_")),
+    (
+        "mixers",
+        ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_", "decay_", "window_"),
+    ),
     ("attention", ("flash", "fmha", "attention")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),
     ("optimizer", ("multi_tensor", "FusedAdam", "foreach")),

@@ -37,6 +37,7 @@ ALL = {
     "gpu_generations": kernels.gpu_generations,
     "model_goals": kernels.model_goals,
     "op_goals": kernels.op_goals,
+    "windows": kernels.windows,
     "cpu_goals": kernels.cpu_goals,
     "serving_families": serving.families,
     "serving_costs": serving.costs,

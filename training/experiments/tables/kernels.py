@@ -134,6 +134,29 @@ def model_goals() -> str:
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
 
 
+WINDOWS = {
+    "attention": "attention",
+    "window": "`window`, 512 tokens",
+    "gka": "`gka`",
+    "gka+64": "`gka` with 64 beside it",
+}
+
+
+def windows() -> str:
+    """Whole models with windows beside attention and GKA, on one GPU."""
+    rows = read("model_windows_h100")
+    cases = list(dict.fromkeys(_case(row)[:-1] for row in rows))
+    found, lines = {_case(row): row for row in rows}, []
+    for case in cases:
+        phase, batch, length, *way = case
+        column = "tokens_s" if phase == "train" else "ms"
+        title = f"{phase}, {batch} x {length}" + (", CUDA graph" if way else "") + (", tokens/s" * (column != "ms"))
+        lines.append([title, *(_shown(found[*case, name][column], column) for name in WINDOWS)])
+    (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
+    note = f"ms, where the row names no other unit; decode: sequences x prompt. {gpu}, commit {commit}, one run."
+    return f"{markdown_table(['', *WINDOWS.values()], lines, figures=True)}\n\n{note}"
+
+
 def op_goals() -> str:
     """Goals of the ops' kernels: milliseconds of a call, and of its kernels alone; gla beside FLA's op."""
     rows, lines = read("h200"), []

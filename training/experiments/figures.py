@@ -22,8 +22,11 @@ from hf_memmix.training.experiments.tables import ALL
 
 PRODUCT = runpy.run_path(str(CHECKOUT / "model_cards" / "figures.py"))
 TEACHER = "model_cards/tiny_teacher/metrics.json"
+RECALL_TEACHER = "training/experiments/recall_teacher/results/teacher_kept.json"
 # by name: a JSON file of the checkout, a function of its content, and the format of the number
 NUMBERS: dict[str, tuple[str, Callable, str]] = {
+    "teacher millions": (TEACHER, lambda found: found["parameters"] / 1e6, ".0f"),
+    "recall teacher millions": (RECALL_TEACHER, lambda found: found["parameters"] / 1e6, ".0f"),
     "teacher parameters": (TEACHER, lambda found: found["parameters"], ",d"),
     "teacher megabytes": (
         TEACHER,

@@ -30,6 +30,7 @@ from hf_memmix.conversion.model_files import check_model_folder, first_names
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
 from hf_memmix.conversion.taken_mixers import take_mixers
+from hf_memmix.errors import UserError
 from hf_memmix.hub import model_folder
 from hf_memmix.mixers import ATTENTION, MemoryMixer
 from hf_memmix.quantization import refuse_quantized
@@ -43,7 +44,7 @@ WRITE_AGAIN = "Nothing was left there, an earlier folder is untouched; make room
 def refuse_adapters(teacher) -> None:
     """Raise ValueError if a model has adapters of PEFT: its weights are not those that it computes with."""
     if isinstance(teacher, torch.nn.Module) and (names := list(getattr(teacher, "peft_config", None) or ())):
-        raise ValueError(
+        raise UserError(
             f"the teacher has adapters of PEFT ({', '.join(names)}), which a student would lose;"
             " convert the model that merge_and_unload() returns"
         )
@@ -101,7 +102,7 @@ def convert_model(
     refuse_quantized(teacher, "the teacher", "give the original weights in bf16, fp16 or fp32")
     family_of(config)
     if config.model_type == "memmix":
-        raise ValueError("the teacher is a converted model already; give the transformer it came from")
+        raise UserError("the teacher is a converted model already; give the transformer it came from")
     if not checked:  # `load_model` reads all weights for the same two checks
         check_ties(teacher, "the teacher")
         check_finite_weights(teacher, "the teacher")
@@ -138,7 +139,7 @@ def _check_generation_settings(settings: GenerationConfig) -> None:
             settings.save_pretrained(folder)
         except ValueError as error:
             lines = [line.strip("- ") for line in str(error).splitlines()]
-            raise ValueError(
+            raise UserError(
                 "the generation settings of the teacher contradict each other, so transformers would not save the"
                 f" student: {next((line for line in lines if line.startswith('`')), lines[0])} Correct"
                 " generation_config.json, or teacher.generation_config in Python"
@@ -149,7 +150,7 @@ def _types(mixer: str | None, keep, layers: Layers | None, num_layers: int) -> l
     """The mixer of every layer, or "attention", from the arguments of `convert_model`."""
     if layers is not None:
         if mixer is not None or keep is not None:
-            raise ValueError(
+            raise UserError(
                 "layers says which layer gets which mixer, so it replaces mixer and keep; write the kept layers as"
                 ' {"attention": [...]}'
             )
@@ -165,12 +166,12 @@ def _options(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> di
     mixers = {} if mixers is None else mixers
     wrong = not isinstance(mixers, dict) or any(not isinstance(own, dict) for own in mixers.values())
     if wrong:
-        raise ValueError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
+        raise UserError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
     beside = any({**mixers.get(kind, {}), **plain}.get("local_window") for kind in used)
     if unused := [name for name in mixers if name not in used and not (beside and name == WINDOW)]:
-        raise ValueError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
+        raise UserError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
     if plain and len(used) > 1:
-        raise ValueError(
+        raise UserError(
             f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
             f' mixers={{"{used[0]}": {{...}}}}'
         )
@@ -270,7 +271,7 @@ def save_student(
             or the student is divided among several processes (tensor parallelism).
     """
     if (ranks := tensor_parallel_size(student.config)) > 1:
-        raise ValueError(
+        raise UserError(
             f"save_student writes from one process, and this model is divided among {ranks}: call"
             " save_pretrained on all of them, which gathers the weights"
         )
@@ -321,7 +322,7 @@ def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: lis
 
     source, target = rest(teacher), rest(student)
     if different := sorted(source.keys() ^ target.keys()):
-        raise ValueError(
+        raise UserError(
             f"tensors {', '.join(different[:5])}{' ...' if len(different) > 5 else ''} exist in only one of teacher "
             "and student; they would be lost. Is the teacher an unmodified transformers model?"
         )

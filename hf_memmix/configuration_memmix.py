@@ -31,10 +31,11 @@ from ._transformers import (
     ROPE_INIT_FUNCTIONS,
 )
 from .backbones import USE_ANOTHER, family_name, refusal_of
+from .errors import UserError
 from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
 
-REMOTE_STUB = '''"""Loads this checkpoint's classes from the package hf_memmix: `pip install hf-memmix`."""
+REMOTE_STUB = '''"""Loads this checkpoint's classes from the package hf_memmix: `pip install .` in its checkout."""
 
 from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixForSequenceClassification, MemMixModel  # noqa: F401
 '''
@@ -114,27 +115,25 @@ class MemMixConfig(PreTrainedConfig):
         layers = self.num_hidden_layers
         kinds = [ATTENTION] * layers if self.mixer_types is None else self.mixer_types
         if not isinstance(kinds, (list, tuple)):
-            raise ValueError(f"mixer_types={kinds!r} must be a list with one entry per layer")
+            raise UserError(f"mixer_types={kinds!r} must be a list with one entry per layer")
         kinds = list(kinds)
         if len(kinds) != layers:
-            raise ValueError(
+            raise UserError(
                 f"mixer_types has {len(kinds)} entries, but the model has {layers} layers; give one entry per layer"
             )
         if not isinstance(self.mixers or {}, dict):
-            raise ValueError(
-                f"mixers={self.mixers!r} must be a dictionary from mixer names to dictionaries of options"
-            )
+            raise UserError(f"mixers={self.mixers!r} must be a dictionary from mixer names to dictionaries of options")
         mixers = plain(self.mixers or {})
         known = [ATTENTION, *MIXERS]
         for name in [*kinds, *mixers]:
             if name not in known or (name in mixers and name == ATTENTION):
                 place = "mixer_types" if name in kinds else "mixers"
-                raise ValueError(f"unknown mixer {name!r} in {place}; known: {known}")
+                raise UserError(f"unknown mixer {name!r} in {place}; known: {known}")
         for name in sorted(set(kinds) - {ATTENTION} | set(mixers)):
             try:
                 mixers[name] = MIXERS[name].options_class.from_dict(mixers.get(name) or {}).to_dict()
             except ValueError as error:
-                raise ValueError(f"mixers[{name!r}]: {error}") from error
+                raise UserError(f"mixers[{name!r}]: {error}") from error
         if self._is_frozen:
             return  # they are complete, because a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
@@ -205,7 +204,7 @@ class MemMixConfig(PreTrainedConfig):
             target = config_class_for(config_dict.get("backbone_model_type")) if generated else CONFIG_MAPPING[kind]
             return target.from_dict(config_dict, **kwargs)
         if cls.model_type == MemMixConfig.model_type and config_dict.get("mixer_types") is None:
-            raise ValueError(
+            raise UserError(
                 f"mixer_types is {'null' if 'mixer_types' in config_dict else 'missing'}: give a list with one entry"
                 f' per layer, the name of its mixer or "{ATTENTION}"'
             )
@@ -214,14 +213,14 @@ class MemMixConfig(PreTrainedConfig):
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
-            raise ValueError(" ".join(str(error).split())) from None
+            raise UserError(" ".join(str(error).split())) from None
         except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
             # the library raises these for a value of an unexpected type or size
             wrong_field = _wrong_field(super().from_dict, config_dict, error)
             if wrong_field is None:
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(
+            raise UserError(
                 f"{wrong_field}={config_dict[wrong_field]!r} is not a valid value for this model ({reason})"
             ) from error
 
@@ -298,7 +297,7 @@ def lora_target_modules(model_or_config) -> list[str]:
     """
     config = getattr(model_or_config, "config", model_or_config)
     if not isinstance(config, MemMixConfig):
-        raise ValueError(f"{type(model_or_config).__name__} is no memmix model or configuration; ask PEFT for its own")
+        raise UserError(f"{type(model_or_config).__name__} is no memmix model or configuration; ask PEFT for its own")
     mixers = [MIXERS[kind] for kind in config.mixer_types if kind != ATTENTION]
     kept = {"q_proj", "v_proj"} if ATTENTION in config.mixer_types else set()
     return sorted(kept.union(*(mixer.lora_targets for mixer in mixers)))
@@ -325,18 +324,18 @@ def check_sizes(config: PreTrainedConfig):
         if value is None or isinstance(value, list):  # a few families have one value per layer
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-            raise ValueError(f"{name}={value!r} must be an integer from 1 to {largest}")
+            raise UserError(f"{name}={value!r} must be an integer from 1 to {largest}")
     for name in _EPSILONS:
         value = getattr(config, name, None)
         if value is not None and (not isinstance(value, (int, float)) or not 1e-12 <= value <= 1):
-            raise ValueError(
+            raise UserError(
                 f"{name}={value!r} must be 1e-12 to 1: smaller ones vanish in float32, and larger ones outweigh the"
                 " inputs of a norm"
             )
     for name in _ACTIVATIONS:
         value = getattr(config, name, None)
         if isinstance(value, str) and value not in ACT2FN:
-            raise ValueError(
+            raise UserError(
                 f"{name}={value!r} is not an activation of transformers; known: {', '.join(sorted(ACT2FN))}"
             )
 
@@ -348,17 +347,17 @@ def check_rope(config: PreTrainedConfig):
     if parameters is None:
         return
     if not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters={parameters!r} must be a dictionary with rope_type and rope_theta")
+        raise UserError(f"rope_parameters={parameters!r} must be a dictionary with rope_type and rope_theta")
     # one dictionary for the model, or one per layer type
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for one in nested or [parameters]:
         kind, theta = one.get("rope_type", "default"), one.get("rope_theta")
         if kind not in known:
-            raise ValueError(f"rope_parameters: rope_type={kind!r} is unknown; known: {', '.join(known)}")
+            raise UserError(f"rope_parameters: rope_type={kind!r} is unknown; known: {', '.join(known)}")
         if theta is not None and (
             isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf")
         ):
-            raise ValueError(f"rope_parameters: rope_theta={theta!r} must be a positive finite number")
+            raise UserError(f"rope_parameters: rope_theta={theta!r} must be a positive finite number")
 
 
 def _wrong_field(load, fields: dict[str, Any], error: Exception) -> str | None:
@@ -390,7 +389,7 @@ def check_backbone(config: PreTrainedConfig):
     else:
         reason = refusal_of(config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     if reason is not None:
-        raise ValueError(f"backbone {kind!r} is not supported: {reason}. {USE_ANOTHER}")
+        raise UserError(f"backbone {kind!r} is not supported: {reason}. {USE_ANOTHER}")
 
 
 # ---- generated classes
@@ -403,7 +402,7 @@ def config_class_for(backbone_model_type: str | None) -> type[MemMixConfig]:
         ValueError: transformers has no such model type.
     """
     if not isinstance(backbone_model_type, str) or backbone_model_type not in CONFIG_MAPPING_NAMES:
-        raise ValueError(
+        raise UserError(
             f"backbone_model_type={backbone_model_type!r} is not a model type of this transformers version; build the"
             " configuration with memmix_config(backbone_config, mixer_types=[...])"
         )

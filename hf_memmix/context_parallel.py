@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ._transformers import attention_implementation
 from .backbones import window_of
+from .errors import UserError
 from .mixers import ATTENTION, MemoryMixer
 from .mixers.ranks import Piece, Pieces, current_group
 
@@ -95,7 +96,7 @@ def refuse_sequence_parallelism():
     state = sys.modules.get(_ULYSSES)
     group = getattr(state, _ULYSSES_GROUP, None)
     if group is not None and (size := group.size()) > 1:
-        raise ValueError(
+        raise UserError(
             f"sequence parallelism of DeepSpeed (sp_size={size}) splits sequences, and a mixer would begin anew in"
             f" each process; give ParallelismConfig(cp_size={size}) instead, with FSDP"
         )
@@ -122,7 +123,7 @@ def split_loss(loss):
     @functools.wraps(loss)
     def checked(*args, **kwargs):
         if kwargs.get("shift_labels") is None:
-            raise ValueError(
+            raise UserError(
                 "labels are split over several processes, so the label of the last token of a part is in another"
                 " part: shift the whole labels by one token, give them as shift_labels beside labels, and name both"
                 " among the buffers of the context"
@@ -135,7 +136,7 @@ def split_loss(loss):
 def refuse_pooling(model, args):
     """Hook of a model that reads the last token of a sequence: raise ValueError where the sequences are split."""
     if current_group() is not None:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} reads the last token of a sequence, which only one process has under context"
             " parallelism; call it outside of its context, or split the sequences of a causal language model"
         )
@@ -145,7 +146,7 @@ def check_attention(config):
     """Raise ValueError if kept attention layers would not become torch's ring attention, and see one part only."""
     found = attention_implementation(config)
     if ATTENTION in config.mixer_types and found != "sdpa":
-        raise ValueError(
+        raise UserError(
             f"kept attention layers with attn_implementation={found!r} see only the tokens of their own process under"
             " context parallelism; load the model with attn_implementation='sdpa', or convert all layers"
         )
@@ -156,7 +157,7 @@ def check_windows(config, tokens: int):
     for i, kind in enumerate(config.mixer_types):
         window = window_of(config, i) if kind == ATTENTION else None
         if window is not None and window < tokens:
-            raise ValueError(
+            raise UserError(
                 f"the kept attention of layer {i} has a sliding window of {window} tokens, which ring attention"
                 f" ignores, and the sequences have {tokens}; give at most {window}, or convert the layer"
             )
@@ -187,7 +188,7 @@ def split_of(
         mixer.check_split()
     check_attention(config)
     if position_ids is None or position_ids.ndim != 2:
-        raise ValueError(
+        raise UserError(
             "context parallelism needs position_ids [B, T] of the whole sequence, split like input_ids: the order of"
             " the tokens is read from them"
         )
@@ -205,7 +206,7 @@ def split_of(
     all_told = [found.tolist() for found in all_told]
     padded = any(found[1] for found in all_told)
     if padded and ATTENTION in config.mixer_types:
-        raise ValueError(
+        raise UserError(
             "the sequences have padding, which the ring attention of the kept attention layers cannot hide; give rows"
             " without padding, or convert all layers"
         )
@@ -213,15 +214,15 @@ def split_of(
     for rank, found in enumerate(all_told):
         count, numbers, start = found[0], found[2:], 0
         if count == NO_TOKENS:
-            raise ValueError(
+            raise UserError(
                 f"rank {rank} has no tokens: the sequences are too short to be split over {group.size()} processes;"
                 " pad them or use fewer processes"
             )
         if not 1 <= count <= MAX_PIECES:
-            raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
+            raise UserError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
         firsts = numbers[0 : 2 * count : 2]
         if firsts != sorted(firsts):
-            raise ValueError(
+            raise UserError(
                 f"position_ids of rank {rank} go back to {firsts[1]} after a part from {firsts[0]}; give the tokens in"
                 f" the order of the sequence, and {_ONE_SEQUENCE}"
             )
@@ -231,7 +232,7 @@ def split_of(
     pieces.sort(key=lambda pair: pair[0])
     for (first, piece), (following, _) in zip(pieces, pieces[1:], strict=False):
         if first + piece.stop - piece.start != following:
-            raise ValueError(
+            raise UserError(
                 f"position_ids of the ranks do not follow each other: {piece.stop - piece.start} tokens from position"
                 f" {first}, and then position {following}; {_ONE_SEQUENCE}"
             )

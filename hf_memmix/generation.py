@@ -17,6 +17,7 @@ from .cache import (
     static_length_of,
     stop_past_recording,
 )
+from .errors import UserError
 from .given_cache import cache_among
 from .mixers import ATTENTION
 from .padding import padding_of
@@ -82,7 +83,7 @@ class MemoryGeneration(GenerationHooks):
         """Raise ValueError if the cache is not empty. Afterwards, delete what was recorded for the rollback."""
         if cache is not None and (seen := int(cache.get_seq_length())):
             # the library would feed the whole prompt again, also with its own models
-            raise ValueError(
+            raise UserError(
                 f"assisted and prompt-lookup decoding need an empty cache, but this one holds {seen} tokens; leave"
                 " past_key_values out, or decode without assistance"
             )
@@ -107,12 +108,12 @@ class MemoryGeneration(GenerationHooks):
         check_whole(cache)
         seen = int(cache.get_seq_length())
         if virtual := max(getattr(layer, "virtual_tokens", 0) for layer in cache.layers):
-            raise ValueError(
+            raise UserError(
                 f"PEFT's prompt tuning has put {virtual} tokens before those of the prompt into this cache, and"
                 " generate() cannot tell which tokens are new: give the whole sequence without past_key_values"
             )
         if seen and tokens <= seen:
-            raise ValueError(
+            raise UserError(
                 f"the prompt has {tokens} tokens and the cache has read {seen}, so no token is new: generate() takes"
                 " the whole sequence, the cached tokens first, and at least one token after them. To continue after"
                 " a document, read all of it but its last token into the cache"
@@ -150,8 +151,8 @@ class MemoryGeneration(GenerationHooks):
 
     def generate_batch(self, *args, **kwargs):
         """Refused: ValueError. Why, and what transformers would need: hf_memmix/serving/continuous_batching.md."""
-        raise ValueError(NO_CONTINUOUS_BATCHING)
+        raise UserError(NO_CONTINUOUS_BATCHING)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refused: ValueError; `continuous_batching_context_manager` and `transformers serve` end here."""
-        raise ValueError(NO_CONTINUOUS_BATCHING)
+        raise UserError(NO_CONTINUOUS_BATCHING)

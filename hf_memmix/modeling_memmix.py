@@ -24,6 +24,7 @@ from .context_parallel import (
     split_loss,
     split_of,
 )
+from .errors import UserError
 from .generation import NO_CONTINUOUS_BATCHING, MemoryGeneration
 from .given_cache import cache_among
 from .mixers import ATTENTION
@@ -88,24 +89,24 @@ class MemMixModel(MemMixPreTrained):
         """
         if (named := kwargs.pop("cache", None)) is not None:
             if past_key_values is not None:
-                raise ValueError("cache and past_key_values are two names of one argument: give one of them")
+                raise UserError("cache and past_key_values are two names of one argument: give one of them")
             past_key_values = named
         cache_among(kwargs, (CACHE,))
         if inputs_embeds is not None:
             check_finite(inputs_embeds)
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise UserError("give either input_ids or inputs_embeds")
         tokens = input_ids if input_ids is not None else inputs_embeds
         batch, length = tokens.shape[:2]
         # of split sequences a process may have no token, and all processes must raise the error: `split_of`
         if batch == 0 or (length == 0 and current_group() is None):
-            raise ValueError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
+            raise UserError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
         if "read_index" in kwargs:  # the addresses in the paged cache of a `ContinuousBatchingManager`
-            raise ValueError(NO_CONTINUOUS_BATCHING)
+            raise UserError(NO_CONTINUOUS_BATCHING)
         given = past_key_values
         checkpoints = self._checkpoints_activations()
         if given is not None and checkpoints:
-            raise ValueError(
+            raise UserError(
                 "gradient checkpointing in train mode runs the layers without their cache, which would neither be"
                 " read nor filled: call model.eval() or model.gradient_checkpointing_disable(), or leave"
                 " past_key_values out"
@@ -133,7 +134,7 @@ class MemMixModel(MemMixPreTrained):
         ranks = None
         if group is not None:
             if given is not None or use_cache or boundaries is not None:
-                raise ValueError(
+                raise UserError(
                     "context parallelism cannot be combined with packed sequences or a cache: give one sequence per"
                     " row, with use_cache=False, and call generate() outside of its context"
                 )
@@ -143,7 +144,7 @@ class MemMixModel(MemMixPreTrained):
         if boundaries is not None:
             if mask is not None or given is not None or use_cache:
                 what = "a padding mask" if mask is not None else "a cache"
-                raise ValueError(f"packed sequences cannot be combined with {what}; drop one of the two")
+                raise UserError(f"packed sequences cannot be combined with {what}; drop one of the two")
             # kept attention layers recognise packed sequences by the positions
             position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
             attention_mask, use_cache = None, False

@@ -3,6 +3,7 @@
 from transformers import AutoModel, PreTrainedConfig
 
 from ._transformers import ConstructionHooks, drop_unmatched_rules, keep_in_fp32, model_class_of
+from .errors import UserError
 from .fused_layers import fuse_layers
 from .mixers import FeedForward, MemoryMixer
 from .quantization import leave_steering_alone
@@ -27,7 +28,7 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
             return cls
         found = model_class_of(type(config), cls._auto_class_for)
         if found is None:
-            raise ValueError(
+            raise UserError(
                 f"{type(config).__name__} has no {cls.__name__}; give a configuration of memmix_config(...)"
             )
         return found

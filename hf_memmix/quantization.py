@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ._transformers import unquantized_by_default
+from .errors import UserError
 from .mixers import MemoryMixer
 
 # quantisation method: the field of its config with the names of the modules that it leaves alone
@@ -61,7 +62,7 @@ def check_quantizer(quantization) -> str:
     method = quantization.get("quant_method") if as_dict else getattr(quantization, "quant_method", None)
     method = str(getattr(method, "value", method))
     if method not in QUANTIZERS:
-        raise ValueError(
+        raise UserError(
             f"the quantiser {method!r} is not supported for models with mixers, because it may round layers that"
             f" steer a memory; use {' or '.join(QUANTIZERS)}"
         )
@@ -80,4 +81,4 @@ def quantizer_of(model: nn.Module) -> str | None:
 def refuse_quantized(model: nn.Module, name: str, remedy: str) -> None:
     """Raise ValueError if a model is quantised. `name`: of the model; `remedy`: what to do instead."""
     if method := quantizer_of(model):
-        raise ValueError(f"{name} is quantised by {method}, so its weights cannot be changed; {remedy}")
+        raise UserError(f"{name} is quantised by {method}, so its weights cannot be changed; {remedy}")

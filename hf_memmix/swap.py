@@ -8,6 +8,7 @@ from torch import nn
 
 from ._transformers import fp32_patterns_of
 from .backbones import backbone_of
+from .errors import UserError
 from .frozen import plain
 from .layout_hooks import check_packed_mask, pass_padding_and_packing
 from .mixers import ATTENTION, MIXERS, MemoryMixer, new_layer
@@ -19,7 +20,7 @@ def layers_name(base: nn.Module) -> str:
     for name in names:
         if isinstance(getattr(base, name, None), nn.ModuleList):
             return name
-    raise ValueError(f"{type(base).__name__} is not supported: it has no list of decoder layers under {names}")
+    raise UserError(f"{type(base).__name__} is not supported: it has no list of decoder layers under {names}")
 
 
 def decoder_layers(base: nn.Module) -> nn.ModuleList:
@@ -36,7 +37,7 @@ def _name_of(what: str, layer: nn.Module, names: tuple[str, ...]) -> str:
     for name in names:
         if hasattr(layer, name):
             return name
-    raise ValueError(f"{type(layer).__name__} is not supported: it has no {what} under {names}")
+    raise UserError(f"{type(layer).__name__} is not supported: it has no {what} under {names}")
 
 
 def swap_attention(base: nn.Module, config):
@@ -73,7 +74,7 @@ def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict
     """See `MemMixModel.set_mixer_options`."""
     kinds = sorted(set(config.mixer_types) - {ATTENTION})
     if mixer is not None and mixer not in kinds:
-        raise ValueError(f"the model has no mixer {mixer!r}; it has {kinds}")
+        raise UserError(f"the model has no mixer {mixer!r}; it has {kinds}")
     chosen, taken = {}, set()
     for kind in kinds if mixer is None else [mixer]:
         options_class = MIXERS[kind].options_class
@@ -83,14 +84,14 @@ def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict
                 continue
             if name not in options_class.inference_options:
                 allowed = ", ".join(options_class.inference_options) or "none"
-                raise ValueError(
+                raise UserError(
                     f"{name} of {kind} is part of the model and cannot be changed; options that can: {allowed}"
                 )
             chosen.setdefault(kind, {})[name] = value
             taken.add(name)
     if unknown := sorted(changes.keys() - taken):
         able = {kind: list(MIXERS[kind].options_class.inference_options) for kind in kinds}
-        raise ValueError(f"no mixer of the model has an option {unknown[0]!r}; options that can be changed: {able}")
+        raise UserError(f"no mixer of the model has an option {unknown[0]!r}; options that can be changed: {able}")
     mixers = plain(config.mixers)
     for kind, named in chosen.items():
         mixers[kind] = MIXERS[kind].options_class.from_dict(mixers[kind] | named).to_dict()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ._transformers import DistributionHooks, drop_unmatched_rules, name_in_plan, tensor_parallel_size
 from .backbones import backbone_of
+from .errors import UserError
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .mixers.tp_plan import Cut, divide
 
@@ -211,7 +212,7 @@ def check_mesh(distributed_config):
     for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size"):
         size = getattr(distributed_config, name, None) or 1
         if size > 1:
-            raise ValueError(
+            raise UserError(
                 f"tensor parallelism of a model with memory layers cannot be combined with {name}={size}; use"
                 f" tp_size={distributed_config.tp_size} alone, or tp_size=1"
             )
@@ -222,7 +223,7 @@ def check_distributed_checkpoint(model: nn.Module):
     for path, divided in divided_modules(model).items():
         for name, cut in divided.cuts.items():
             if not cut.is_even(divided.ranks):
-                raise ValueError(
+                raise UserError(
                     f"a distributed checkpoint cannot hold {path}.{name}, of which a rank holds several parts or"
                     " several ranks hold the same part; save without distributed_checkpoint=True, which writes whole"
                     " weights"
@@ -237,7 +238,7 @@ def check_adapters(model: nn.Module, *inputs):
     """
     if names := list(getattr(model, "peft_config", None) or ()):
         ranks = tensor_parallel_size(model.config)
-        raise ValueError(
+        raise UserError(
             f"PEFT's adapters {names} do not fit into layers that are divided over {ranks} ranks (tp_size={ranks});"
             " train them without tensor parallelism (data parallelism or FSDP), merge them (merge_and_unload) and load"
             " the merged model with tp_size"
@@ -253,7 +254,7 @@ def check_attention(config, plan: dict[str, str], ranks: int):
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for what, count in (("heads", config.num_attention_heads), ("key/value heads", kv_heads)):
         if count % ranks:
-            raise ValueError(
+            raise UserError(
                 f"attention layers: {count} {what} cannot be divided equally among {ranks} ranks; use a"
                 f" tensor-parallel size that divides {count}, or convert all layers"
             )

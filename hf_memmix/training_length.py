@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 from transformers.utils import is_torchdynamo_compiling
 
+from .errors import UserError
 from .padding import PaddedRows
 from .swap import memory_mixers
 
@@ -33,7 +34,7 @@ def check_training_length(base: nn.Module, length: int, rows: PaddedRows | None,
             continue
         mixers = (mixer for mixer in memory_mixers(base).values() if mixer.name == name)
         if any(parameter.requires_grad for mixer in mixers for parameter in mixer.parameters()):
-            raise ValueError(
+            raise UserError(
                 f"the longest sequence of this batch has {length} tokens, but {name} learns only from sequences of at"
                 f" least {least}, so its parameters would get no gradient: give longer sequences, or convert with a"
                 f" smaller chunk_size of {name}; to compute without training, call model.eval() or use"

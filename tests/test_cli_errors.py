@@ -1,7 +1,9 @@
 """One line for what a user can cause, a traceback for a defect: both sides."""
 
+import contextlib
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from cli_runner import memmix
 from hf_memmix.commands import app, errors, serve
 from hf_memmix.conversion import layers_to_keep
+from hf_memmix.errors import UserError
 from hf_memmix.training.text_files import documents
 
 
@@ -36,18 +39,11 @@ def mistakes(tmp_path):
     (broken / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
 
     def inside_with_and_finally():
-        code = """
-import contextlib
-def refuse():
-    try:
         with contextlib.nullcontext():
-            raise ValueError("the value is 3; give 2")
-    finally:
-        print()
-"""
-        namespace = {"__name__": "hf_memmix.training.recipe"}
-        exec(code, namespace)
-        namespace["refuse"]()
+            raise UserError("the value is 3; give 2")
+
+    def a_whole_book():
+        raise UserError(f"the value is {list(range(10**6))}; give 2")
 
     def too_large():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
@@ -55,6 +51,7 @@ def refuse():
     return {
         "a value that we refuse": (lambda: layers_to_keep("x", 3), "keep is 'x'"),
         "a value that we refuse in a with block": (inside_with_and_finally, "the value is 3; give 2"),
+        "a value that fills books": (a_whole_book, "characters) ..."),
         "a file that is not there": (lambda: open(tmp_path / "nowhere"), "No such file"),
         "a folder that transformers cannot read": (lambda: AutoConfig.from_pretrained(broken), "no_such_model"),
         "a package that is missing": (lambda: __import__("no_such_package"), "pip install"),
@@ -67,10 +64,7 @@ def defects(tmp_path):
         return {}["key"]
 
     def in_our_code():
-        # what one of our modules does by mistake: no `raise` statement of ours, so no message for the user
-        namespace = {"__name__": "hf_memmix.conversion.convert"}
-        exec("def wrong():\n    return int('x')\n", namespace)
-        namespace["wrong"]()
+        raise ValueError("not written for users")
 
     return {
         "a wrong conversion in our code": in_our_code,
@@ -85,13 +79,30 @@ def defects(tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "a value that we refuse", "a value that we refuse in a with block", "a file that is not there",
+    "a value that we refuse", "a value that we refuse in a with block", "a value that fills books",
+    "a file that is not there",
     "a folder that transformers cannot read", "a package that is missing", "memory",
 ])  # fmt: skip
 def test_mistakes_of_a_user_are_one_line(name, tmp_path, capsys):
     cause, message = mistakes(tmp_path)[name]
     kind, told = outcome(cause, capsys)
     assert kind == "line" and told.startswith("error:") and message in told and "Traceback" not in told
+    assert len(told) < 2200
+
+
+def test_what_the_commands_reach_is_written_for_users():
+    """A ValueError keeps its traceback, so no module that a user's values reach raises one."""
+    root = Path(errors.__file__).parents[2]
+    inner = ("cache", "serving/vllm", "padding.py", "prompt_graph.py", "layout_hooks.py", "given_cache.py")
+    files = [file for name in ("hf_memmix", "conversion", "training") for file in (root / name).rglob("*.py")]
+    users = {file.relative_to(root).as_posix() for file in files if "raise ValueError(" in file.read_text()}
+    inner = tuple(f"hf_memmix/{name}" for name in inner)  # their callers are programs
+    assert not [name for name in users if not name.startswith(inner) and "/experiments/" not in name]
+
+
+def test_the_advice_to_install_works_in_a_checkout():
+    advice = errors.install_advice("train,eval")
+    assert advice.startswith(f"pip install '{Path(errors.__file__).parents[2]}[train,eval]'")
 
 
 @pytest.mark.parametrize("name", [

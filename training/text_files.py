@@ -50,7 +50,7 @@ def check_source(source: str | Path) -> None:
     if name.startswith("hub:"):
         return
     if Path(name).suffix.lower() in TABLES:
-        raise ValueError(
+        raise UserError(
             f'{name!r} is a table; write its text as .jsonl, one {{"text": ...}} per line, or as .parquet with'
             f" a column {FIELD!r}"
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.errors import UserError
 from hf_memmix.mixer_names import check_mixer_name
 
 
@@ -41,7 +42,7 @@ def starts(name: str, options: Callable[[AttentionWeights], dict] = lambda atten
 
     def register(take_over):
         if name in STARTS:
-            raise ValueError(f"the mixer {name!r} has a start from attention already; remove one of the two")
+            raise UserError(f"the mixer {name!r} has a start from attention already; remove one of the two")
         STARTS[name] = Start(options, take_over)
         return take_over
 
@@ -53,7 +54,7 @@ def start_of(name: str) -> Start:
     check_mixer_name(name)
     if name in STARTS:
         return STARTS[name]
-    raise ValueError(
+    raise UserError(
         f"layers of the mixer {name!r} cannot start from attention, train a model with them from scratch; mixers that"
         f" can: {', '.join(STARTS)}"
     )

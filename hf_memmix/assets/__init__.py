@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from hf_memmix.errors import UserError
+
 _FOLDER = Path(__file__).parent
 
 
@@ -14,5 +16,5 @@ def asset_path(name: str) -> Path:
     path = _FOLDER / name
     if not path.exists():
         known = sorted(p.name for p in _FOLDER.iterdir() if not p.name.startswith("_"))
-        raise ValueError(f"no asset {name!r}; there are: {known}")
+        raise UserError(f"no asset {name!r}; there are: {known}")
     return path

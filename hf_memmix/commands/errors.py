@@ -2,7 +2,7 @@
 
 These are reported in one line:
 
-- a ValueError that a `raise` statement of this project raises: it was written for the user;
+- a UserError: it was written for the user;
 - an OSError: files, the disk, the network, the Hub;
 - a ValueError or RuntimeError of a library while it reads what the user has named (a model folder, a data set);
 - a package that is not installed, unless it is our own, or a version of one that was not tested;
@@ -10,23 +10,24 @@ These are reported in one line:
 
 If the reader of the output has ended, as `head` does, the command ends without a message.
 
-All other exceptions are defects of this project or of a library, and keep their traceback: a ValueError of `int("x")`
-in our code, of a torch operation, a TypeError, a KeyError, an AttributeError.
+All other exceptions are defects of this project or of a library, and keep their traceback: another ValueError, such as
+that of `int("x")` in our code, a TypeError, a KeyError, an AttributeError.
 """
 
-import dis
 import sys
 from collections.abc import Iterator
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
 
 import typer
 
 from hf_memmix.commands.common import err
+from hf_memmix.errors import UserError, cut
 from hf_memmix.versions import UntestedVersionError
 
 OURS = ("hf_memmix", "hf_memmix_kernels", "hf_memmix_cli")
-_RAISE = dis.opmap["RAISE_VARARGS"]
+CHECKOUT = Path(__file__).parents[2]
 # functions of libraries that read what a user names
 READERS = {"from_pretrained", "load_dataset"}
 
@@ -40,15 +41,22 @@ def message_of(error: BaseException) -> str | None:
         # an ImportError without a name comes from a library that lacks one of its optional packages
         if _is_ours(name) or not (isinstance(error, ModuleNotFoundError) or not name):
             return None
-        return f"{error}; pip install 'hf-memmix[train,eval]' brings what training and measuring need"
+        return str(error) if isinstance(error, UntestedVersionError) else f"{error}; {install_advice('train,eval')}"
     if isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         reason = (str(error).splitlines() or [""])[0]
         return f"there is not enough memory ({reason}); give a smaller batch or block size, or another device"
-    if isinstance(error, ValueError) and _written_by_us(error):
+    if isinstance(error, UserError):
         return str(error)
-    return str(error) if isinstance(error, (ValueError, RuntimeError)) and _read_by_a_library(error) else None
+    return cut(str(error)) if isinstance(error, (ValueError, RuntimeError)) and _read_by_a_library(error) else None
+
+
+def install_advice(extras: str) -> str:
+    """How to install the packages of these extras. hf_memmix is on no package index, so pip needs its checkout."""
+    here = (CHECKOUT / "pyproject.toml").is_file()
+    place = f"'{CHECKOUT}[{extras}]'" if here else f"'.[{extras}]' in a checkout of hf_memmix"
+    return f"pip install {place} brings what training and measuring need"
 
 
 def one_line_errors(command):
@@ -85,15 +93,6 @@ def _reader_has_ended() -> bool:
     except BrokenPipeError:
         return True
     return False
-
-
-def _written_by_us(error: BaseException) -> bool:
-    """Whether a `raise` statement in one of our modules has raised the error.
-
-    This is decided by the bytecode, not by the source: a file may have been edited since the program started.
-    """
-    last = list(_steps(error.__traceback__))[-1]
-    return _is_ours(_module(last)) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
 def _read_by_a_library(error: BaseException) -> bool:

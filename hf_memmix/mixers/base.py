@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_memmix_kernels.short_conv.op import MAX_TAPS
 
+from ..errors import UserError
 from ..given_cache import cache_among
 from ..mixer_names import ATTENTION
 from ..padding import PaddedRows
@@ -44,11 +45,11 @@ def register_mixer(name: str):
 
     def register(cls):
         if name == ATTENTION or name in MIXERS:
-            raise ValueError(f"mixer name {name!r} is taken; registered: {[ATTENTION, *MIXERS]}. Choose another")
+            raise UserError(f"mixer name {name!r} is taken; registered: {[ATTENTION, *MIXERS]}. Choose another")
         if not (issubclass(cls, MemoryMixer) and issubclass(cls.options_class, MixerOptions)):
-            raise ValueError(f"{cls.__name__} must subclass MemoryMixer and set options_class to a MixerOptions class")
+            raise UserError(f"{cls.__name__} must subclass MemoryMixer and set options_class to a MixerOptions class")
         if "__validators__" not in vars(cls.options_class):
-            raise ValueError(f"the options of {cls.__name__} are not checked: decorate them with @mixer_options")
+            raise UserError(f"the options of {cls.__name__} are not checked: decorate them with @mixer_options")
         if "state_indices" not in inspect.signature(cls.step).parameters:
             cls.step = _with_pages(cls.step)
         cls.name = name
@@ -83,12 +84,12 @@ class AttentionShape:
     def check(self, mixer: "MemoryMixer", max_head_dim: int):
         """Raise ValueError if heads are too large for a mixer's kernels, or query heads do not divide into groups."""
         if self.head_dim > max_head_dim:
-            raise ValueError(
+            raise UserError(
                 f"head size {self.head_dim} of layer {mixer.layer_idx} is over the limit of {mixer.name},"
                 f" {max_head_dim}; keep this layer as attention"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+            raise UserError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
 
 
 class MemoryMixer(WarnsOfRounding, SparedFromDecay):
@@ -238,7 +239,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
         Raises:
             ValueError: the mixer has no plan, or its heads or channels cannot be divided equally among the ranks.
         """
-        raise ValueError(
+        raise UserError(
             f"{self.name} of layer {self.layer_idx} has no tensor-parallel plan; run the model without tensor"
             f" parallelism (device_map, FSDP or data parallelism), or write {type(self).__name__}.tp_plan"
         )
@@ -358,7 +359,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
                 hidden_states, position_embeddings, memmix_rows, memmix_ranks, kwargs
             ), None
         if current_group() is not None:
-            raise ValueError(
+            raise UserError(
                 f"layer {self.layer_idx} does not receive how its sequences are split over the processes: context"
                 " parallelism needs the whole model, in a family that passes further keyword arguments to its layers"
             )
@@ -373,7 +374,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
 
         if memmix_cu_seqlens is not None:
             if layer is not None:
-                raise ValueError("packed sequences cannot be written to a cache; pass use_cache=False")
+                raise UserError("packed sequences cannot be written to a cache; pass use_cache=False")
             x, *rotary = (t.reshape(1, batch * length, -1) for t in (x, *rotary))
             extra = {name: t.reshape(1, -1) for name, t in extra.items()}
             y = self.packed_outputs(self.project_rows(x, rotary, **extra), memmix_cu_seqlens)
@@ -432,7 +433,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor) or tensor.shape != (batch, length):
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(
+                raise UserError(
                     f"{name} of layer {self.layer_idx} is {shape}, expected [{batch}, {length}]: one entry for each"
                     " token of this forward; to generate, run the prompt into a cache first"
                 )

@@ -20,6 +20,7 @@ from transformers import initialization as init
 from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
 from hf_memmix_kernels.coffee.op import MAX_STATES, METHODS
 
+from ..errors import UserError
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
@@ -177,7 +178,7 @@ class CoffeeMixer(MemoryMixer):
             parameter = getattr(self, name).detach()
             bad = parameter.isnan() if name == "lam_logit" else ~parameter.isfinite()
             if parameter.device.type != "meta" and bad.any():
-                raise ValueError(
+                raise UserError(
                     f"layer {self.layer_idx}: {int(bad.sum())} values of {name} are not finite, for example"
                     f" {parameter[bad][0]}; load a checkpoint from before training diverged"
                 )

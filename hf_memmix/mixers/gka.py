@@ -23,6 +23,7 @@ from hf_memmix_kernels.gka.op import sketched
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 from hf_memmix_kernels.rowwise import decay
 
+from ..errors import UserError
 from ..padding import before_the_end
 from .base import register_mixer
 from .heads import HeadsMixer
@@ -40,7 +41,7 @@ MAX_ITERATIONS = 1000
 
 def _check_phases(phases: list[int]):
     if not 1 <= len(phases) <= MAX_PHASES or not all(1 <= count <= MAX_ITERATIONS for count in phases):
-        raise ValueError(f"must be 1 to {MAX_PHASES} numbers of iterations, each 1 to {MAX_ITERATIONS}, e.g. [12, 10]")
+        raise UserError(f"must be 1 to {MAX_PHASES} numbers of iterations, each 1 to {MAX_ITERATIONS}, e.g. [12, 10]")
 
 
 @mixer_options
@@ -120,7 +121,7 @@ class GKAMixer(HeadsMixer):
         options = self.options
         self.state_dim = options.sketch_dim or self.head_dim
         if self.state_dim > self.head_dim:
-            raise ValueError(
+            raise UserError(
                 f"layer {layer_idx}: sketch_dim={options.sketch_dim} is larger than the head size {self.head_dim}; set"
                 f" it to at most {self.head_dim}, or to None for no sketch"
             )

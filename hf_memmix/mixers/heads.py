@@ -15,6 +15,7 @@ from hf_memmix_kernels.rowwise import ACTIVATIONS, rotate, unit_heads
 from hf_memmix_kernels.short_conv import Convolution, prompt_heads, runs_prompt_heads, unit_heads_after_convolutions
 
 from ..backbones import layer_rotates
+from ..errors import UserError
 from .base import AttentionShape, MemoryMixer
 from .layers import RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
 from .tp_plan import heads_plan
@@ -103,7 +104,7 @@ class HeadsMixer(MemoryMixer):
             ValueError: the backbone has no rotary embeddings.
         """
         if rotary is None:
-            raise ValueError(
+            raise UserError(
                 f"use_rope=True, but this backbone has no rotary embeddings; set mixers[{self.name!r}]['use_rope'] to"
                 " False"
             )

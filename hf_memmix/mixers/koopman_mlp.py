@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ..errors import UserError
 from .feed_forward import FeedForward
 from .tp_plan import Cut, Part, TensorParallelPlan
 from .weight_decay import SparedFromDecay
@@ -35,7 +36,7 @@ class KoopmanMLP(FeedForward, SparedFromDecay):
     def __init__(self, hidden: int, inner: int, gated: bool = False):
         super().__init__()
         if inner < 2 or inner % 2:
-            raise ValueError(
+            raise UserError(
                 f"a Koopman MLP works on pairs of features: their number {inner} must be even and positive"
             )
         self.in_proj = nn.Linear(hidden, inner, bias=False)

@@ -25,6 +25,7 @@ from hf_memmix_kernels.lattice.naive import VARIANTS
 from hf_memmix_kernels.lattice.sizes import MAX_DIM
 from hf_memmix_kernels.rowwise import unit_heads
 
+from ..errors import UserError
 from ..padding import before_the_end
 from .base import register_mixer
 from .heads import UNIT_EPS, HeadsMixer
@@ -93,7 +94,7 @@ class LatticeOptions(MixerOptions):
 
     def validate_qk_norm(self):
         if self.qk_norm is not None and self.share_qk:
-            raise ValueError(f"qk_norm={self.qk_norm!r} needs separate projections of q and k; set share_qk to False")
+            raise UserError(f"qk_norm={self.qk_norm!r} needs separate projections of q and k; set share_qk to False")
 
 
 @register_mixer("lattice")
@@ -127,7 +128,7 @@ class LatticeMixer(HeadsMixer):
         options = self.options
         self.slots = options.slots or self.head_dim
         if self.slots > self.head_dim:
-            raise ValueError(
+            raise UserError(
                 f"layer {layer_idx}: {self.slots} slots of size {self.head_dim} cannot start orthogonal; set slots to"
                 f" at most {self.head_dim}"
             )
@@ -216,7 +217,7 @@ class LatticeMixer(HeadsMixer):
         sizes = torch.linalg.vector_norm(at_least_fp32(self.S0.detach()), dim=1)
         if self.S0.device.type != "meta" and not ((sizes > 0) & sizes.isfinite()).all():
             wrong = sizes[~((sizes > 0) & sizes.isfinite())]
-            raise ValueError(
+            raise UserError(
                 f"layer {self.layer_idx}: {wrong.numel()} columns of S0 have norm {wrong[0].item()} and so no"
                 " direction; give them any other value, or take another checkpoint"
             )
@@ -232,7 +233,7 @@ class LatticeMixer(HeadsMixer):
     def angles(self, rotary):
         cos, sin = super().angles(rotary)
         if 2 * cos.shape[-1] > self.slots:
-            raise ValueError(
+            raise UserError(
                 f"layer {self.layer_idx}: rotary embeddings turn {2 * cos.shape[-1]} channels, q and k have"
                 f" {self.slots}, one per slot; set slots to at least that, or use_rope to False"
             )

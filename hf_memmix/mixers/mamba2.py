@@ -22,6 +22,7 @@ from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gla.op import CHUNK_SIZES
 from hf_memmix_kernels.rowwise import decay, gated_norm
 
+from ..errors import UserError
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
@@ -42,7 +43,7 @@ def _largest_feature(dtype: torch.dtype) -> float:
 
 def _check_time_steps(limit: list | None):
     if limit is not None and not (len(limit) == 2 and 0 <= limit[0] < limit[1] < math.inf):
-        raise ValueError("must be two finite times, 0 <= smallest < largest, or None")
+        raise UserError("must be two finite times, 0 <= smallest < largest, or None")
 
 
 @mixer_options
@@ -110,7 +111,7 @@ class Mamba2Mixer(MemoryMixer):
         self.features = round(options.expand * hidden)
         self.heads, rest = divmod(self.features, options.head_dim)
         if rest or not self.heads or self.heads % options.n_groups:
-            raise ValueError(
+            raise UserError(
                 f"layer {layer_idx}: expand={options.expand} times the hidden size {hidden} gives {self.features}"
                 f" features; they must be heads of head_dim={options.head_dim}, in n_groups={options.n_groups} groups"
             )

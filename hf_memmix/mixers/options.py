@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 
+from ..errors import UserError
+
 # bounds that several mixers share
 LARGEST_CHUNK = 8192  # all pairs of tokens of a chunk are computed at once
 LARGEST_WINDOW = 65536  # tokens
@@ -29,7 +31,7 @@ def mixer_options(cls: type) -> type:
         try:
             strict_init(self, *args, **kwargs)
         except StrictDataclassClassValidationError as error:
-            raise ValueError(str(error.__cause__)) from None
+            raise UserError(str(error.__cause__)) from None
 
     def __setattr__(self, name, value):
         value = list(value) if isinstance(value, tuple) else value
@@ -40,7 +42,7 @@ def mixer_options(cls: type) -> type:
             if isinstance(error.__cause__, TypeError):
                 kind = cls.__dataclass_fields__[name].type
                 reason = f"must be of type {kind.__name__ if isinstance(kind, type) else kind}"
-            raise ValueError(f"{name}={value!r} {reason}") from None
+            raise UserError(f"{name}={value!r} {reason}") from None
         self.__dict__.setdefault("plain", {})[name] = dict(enumerate(value)) if isinstance(value, list) else value
 
     cls.__init__, cls.__setattr__ = __init__, __setattr__
@@ -52,7 +54,7 @@ def between(default: Any, low: float, high: float, why: str = ""):
 
     def check(value):
         if value is not None and not low <= value <= high:  # also refuses NaN
-            raise ValueError(f"must be {low:g} to {high:g}" + (f"; {why}" if why else ""))
+            raise UserError(f"must be {low:g} to {high:g}" + (f"; {why}" if why else ""))
 
     return validated_field(check, default=default)
 
@@ -62,7 +64,7 @@ def one_of(default: Any, allowed: tuple, why: str = ""):
 
     def check(value):
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
-            raise ValueError(f"must be one of {allowed}" + (f"; {why}" if why else ""))
+            raise UserError(f"must be one of {allowed}" + (f"; {why}" if why else ""))
 
     return validated_field(check, default=default)
 
@@ -116,7 +118,7 @@ class MixerOptions:
         The same values are checked once: a configuration, and each layer that is built from it, ask for them again.
         """
         if not isinstance(options, dict):
-            raise ValueError(f"options are {options!r}; give a dictionary of option names and values")
+            raise UserError(f"options are {options!r}; give a dictionary of option names and values")
         key = _key(options)
         if key not in cls._checked:
             checked = cls._check(dict(options))
@@ -128,7 +130,7 @@ class MixerOptions:
     def _check(cls, options: dict) -> "MixerOptions":
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(options) - set(known), key=str):
-            raise ValueError(f"unknown options {unknown}; known: {known}")
+            raise UserError(f"unknown options {unknown}; known: {known}")
         return cls(**options)
 
     def to_dict(self) -> dict:

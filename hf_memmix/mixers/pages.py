@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 ALIGNMENT = 64  # bytes; with aligned states, one load instruction of a kernel reads several elements
 
 States = dict[str, Tensor]
@@ -40,13 +42,13 @@ def carve(pool: Tensor, shapes: StateShapes) -> States:
     """
     offsets, needed = page_layout(shapes)
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] < needed or pool.stride(1) != 1:
-        raise ValueError(
+        raise UserError(
             f"the pool must be uint8 [pages, bytes] of contiguous pages with at least {needed} bytes, got {pool.dtype}"
             f" {tuple(pool.shape)} of strides {pool.stride()}"
         )
     widest = max(dtype.itemsize for _, dtype in shapes.values())
     if pool.data_ptr() % widest or pool.stride(0) % widest:
-        raise ValueError(
+        raise UserError(
             f"pages must start at multiples of {widest} bytes, the pool starts at {pool.data_ptr()} with a page stride"
             f" of {pool.stride(0)} bytes"
         )

@@ -23,6 +23,8 @@ from torch import Tensor
 from hf_memmix_kernels import chunk_gla
 from hf_memmix_kernels._common import compute_dtype, without_autocast
 
+from ..errors import UserError
+
 # messages that may be under way: each holds a state, and more than the number of ranks do not help
 MAX_UNDER_WAY = 8
 WIDEST_KEYS = 256  # of `chunk_gla`
@@ -122,7 +124,7 @@ def current_group() -> dist.ProcessGroup | None:
     cells = [cell.cell_contents for cell in attention.__closure__ or ()]
     meshes = [found for found in cells if isinstance(found, dist.device_mesh.DeviceMesh)]
     if not meshes:
-        raise ValueError(f"torch {torch.__version__} splits sequences in a way that is not known; use 2.11 to 2.13")
+        raise UserError(f"torch {torch.__version__} splits sequences in a way that is not known; use 2.11 to 2.13")
     return meshes[0].get_group()
 
 

@@ -21,6 +21,7 @@ from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
+from ..errors import UserError
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
 from .layers import at_least_fp32, init_layers
@@ -71,14 +72,14 @@ class SKAOptions(MixerOptions):
 
     def validate_operator(self):
         if self.refresh_every not in (None, 1, self.chunk_size):
-            raise ValueError(
+            raise UserError(
                 f"refresh_every={self.refresh_every!r} must be None, 1 or chunk_size={self.chunk_size}: within a chunk"
                 " the operator is refreshed at every token or not at all"
             )
         if self.refresh_every == 1 and self.normalization != "running_max":
-            raise ValueError("refresh_every=1 needs normalization='running_max'; the whole sequence is not known")
+            raise UserError("refresh_every=1 needs normalization='running_max'; the whole sequence is not known")
         if self.use_cg_lift and self.rank % 2:
-            raise ValueError(f"use_cg_lift=True pairs the features of a key: rank={self.rank} must be even")
+            raise UserError(f"use_cg_lift=True pairs the features of a key: rank={self.rank} must be even")
 
 
 @register_mixer("ska")
@@ -179,7 +180,7 @@ class SKAMixer(MemoryMixer):
 
     def check_split(self):
         if self.options.normalization == "sequence_max":
-            raise ValueError(
+            raise UserError(
                 f"ska of layer {self.layer_idx}: normalization='sequence_max' reads the whole sequence, of which each"
                 " process has a part; use normalization='running_max', or train without context parallelism"
             )

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -144,9 +146,7 @@ def divide(module: nn.Module, plan: TensorParallelPlan, average: Callable[[Tenso
         ValueError: the plan has norms over all ranks, and `average` is missing.
     """
     if plan.wide_norms and average is None:
-        raise ValueError(
-            f"{list(plan.wide_norms)} span all ranks: pass `average`, the mean of a tensor over the ranks"
-        )
+        raise UserError(f"{list(plan.wide_norms)} span all ranks: pass `average`, the mean of a tensor over the ranks")
     for path, value in plan.sizes.items():
         owner, _, name = path.rpartition(".")
         setattr(module.get_submodule(owner), name, value)
@@ -169,7 +169,7 @@ def share(mixer, what: str, count: int, ranks: int, may_copy: bool = False) -> i
     if may_copy and ranks % count == 0:
         return 1
     sizes = [n for n in range(1, 65) if count % n == 0 or (may_copy and n % count == 0)]
-    raise ValueError(
+    raise UserError(
         f"{mixer.name} of layer {mixer.layer_idx}: {count} {what} cannot be divided equally among {ranks} ranks;"
         f" use a tensor-parallel size of {', '.join(map(str, sizes))}"
     )

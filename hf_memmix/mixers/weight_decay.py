@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..errors import UserError
+
 
 class SparedFromDecay(nn.Module):
     """Base class of a module with `no_weight_decay`, names of its own parameters. They carry the mark at any time:
@@ -54,7 +56,7 @@ def spare_from_decay(trainer):
         ValueError: the trainer has made its optimizer already.
     """
     if trainer.optimizer is not None:
-        raise ValueError("the trainer has an optimizer already; call spare_from_decay before train()")
+        raise UserError("the trainer has an optimizer already; call spare_from_decay before train()")
     names_of = trainer.get_decay_parameter_names
 
     def get_decay_parameter_names(model: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from hf_memmix_kernels.rowwise import rotate
 from hf_memmix_kernels.window import window_state_shapes
 
 from ..backbones import backbone_of, layer_rotates, window_of
+from ..errors import UserError
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
 from .layers import QK_NORMS, ROPE_LAYOUTS, RMSNorm, init_layers, one_angle_per_pair
@@ -61,11 +62,11 @@ class WindowOptions(MixerOptions):
 
     def validate_size(self):
         if self.local_window:
-            raise ValueError(f"local_window={self.local_window} is an option of memories; the size here is `window`")
+            raise UserError(f"local_window={self.local_window} is an option of memories; the size here is `window`")
 
     def validate_sinks(self):
         if self.sinks > self.window:
-            raise ValueError(f"sinks={self.sinks} are more than window={self.window}; give at most the window")
+            raise UserError(f"sinks={self.sinks} are more than window={self.window}; give at most the window")
 
 
 @register_mixer("window")
@@ -94,7 +95,7 @@ class WindowMixer(MemoryMixer):
         self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)
         own = window_of(config, layer_idx)
         if own is not None and options.window > own:
-            raise ValueError(
+            raise UserError(
                 f"window={options.window} is longer than the sliding window of the attention of layer {layer_idx},"
                 f" {own}; set mixers['window']['window'] to at most {own}, or keep this layer as attention"
             )
@@ -114,7 +115,7 @@ class WindowMixer(MemoryMixer):
 
     def project(self, x, rotary):
         if self.use_rope and rotary is None:
-            raise ValueError(
+            raise UserError(
                 "use_rope=True, but this backbone has no rotary embeddings; set mixers['window']['use_rope'] to False"
             )
         products = self.products(x)

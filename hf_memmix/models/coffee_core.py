@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_memmix_kernels import check_coffee, chunk_coffee
 
+from ..errors import UserError
 from ..mixers.weight_decay import SparedFromDecay
 
 FEEDBACKS = ("sigmoid", "linear", "input")
@@ -37,7 +38,7 @@ class CoreModule(nn.Module):
     def __init__(self, symbols: int, dim: int, copies: int = 1, fixed: int | None = None):
         super().__init__()
         if fixed is not None and not 0 <= fixed < symbols:
-            raise ValueError(f"fixed={fixed} is not a symbol: there are {symbols}, counted from 0")
+            raise UserError(f"fixed={fixed} is not a symbol: there are {symbols}, counted from 0")
         self.symbols, self.dim, self.copies, self.fixed = symbols, dim, copies, fixed
         rows = torch.stack([_orthonormal(symbols, dim) for _ in range(copies)])
         if fixed is not None:
@@ -78,7 +79,7 @@ class CoreModule(nn.Module):
         if ids.dim() == 2 and self.copies == 1:
             return self(ids[None], last)[0]
         if ids.dim() != 3 or ids.shape[0] != self.copies:
-            raise ValueError(
+            raise UserError(
                 f"tokens of shape {tuple(ids.shape)}: {self.copies} models need [{self.copies}, batch, tokens]"
             )
         y = self.outputs(ids, last)
@@ -116,7 +117,7 @@ class CoffeeCore(CoreModule, SparedFromDecay, PyTorchModelHubMixin):
     ):
         super().__init__(symbols, dim, copies, fixed)
         if feedback not in FEEDBACKS:
-            raise ValueError(f"feedback={feedback!r} must be one of {FEEDBACKS}")
+            raise UserError(f"feedback={feedback!r} must be one of {FEEDBACKS}")
         shape = (copies, dim, states)
         self.feedback = feedback
         self.lam = nn.Parameter(torch.zeros(shape))

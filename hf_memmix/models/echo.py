@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from transformers import LlamaConfig
 
+from ..errors import UserError
 from ..mixers import KoopmanMLP
 from .family import FamilyConfig, register_family
 
@@ -38,7 +39,7 @@ def echo_layers(num_layers: int, ska: int = 2) -> list[str]:
     """
     last = num_layers - 1
     if not 0 <= ska <= max(last - 1, 0):
-        raise ValueError(
+        raise UserError(
             f"num_ska_layers={ska} must be 0 to {max(last - 1, 0)}: the model has {num_layers} layers, of which the"
             " first and the last are Mamba-2"
         )
@@ -80,7 +81,7 @@ class EchoConfig(FamilyConfig, LlamaConfig):
 
     def __post_init__(self, **kwargs):
         if self.feed_forward not in FEED_FORWARDS:
-            raise ValueError(f"feed_forward={self.feed_forward!r} must be one of {FEED_FORWARDS}")
+            raise UserError(f"feed_forward={self.feed_forward!r} must be one of {FEED_FORWARDS}")
         super().__post_init__(**kwargs)
 
     def layer_mixers(self) -> list[str]:

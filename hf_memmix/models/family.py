@@ -17,6 +17,7 @@ from typing import ClassVar
 from transformers import AutoConfig
 
 from ..configuration_memmix import MemMixConfig, check_sizes
+from ..errors import UserError
 from ..mixers import ATTENTION
 
 FAMILIES: dict[str, type["FamilyConfig"]] = {}
@@ -41,9 +42,9 @@ class FamilyConfig(MemMixConfig):
         layers = range(self.num_hidden_layers)
         kept = self.attention_layers
         if kept is not None and not (isinstance(kept, (list, tuple)) and all(type(i) is int for i in kept)):
-            raise ValueError(f"attention_layers={kept!r} must be a list of layer indices, or None")
+            raise UserError(f"attention_layers={kept!r} must be a list of layer indices, or None")
         if unknown := sorted(set(kept or ()) - set(layers)):
-            raise ValueError(f"attention_layers {unknown} do not exist: the model has {len(layers)} layers, from 0")
+            raise UserError(f"attention_layers {unknown} do not exist: the model has {len(layers)} layers, from 0")
         if self.mixer_types is None:
             kinds = self.layer_mixers()
             self.mixer_types = [ATTENTION if i in (self.attention_layers or ()) else kinds[i] for i in layers]
@@ -61,7 +62,7 @@ class FamilyConfig(MemMixConfig):
             ValueError: there is no such preset.
         """
         if name not in cls.presets:
-            raise ValueError(f"unknown preset {name!r}; known: {sorted(cls.presets)}")
+            raise UserError(f"unknown preset {name!r}; known: {sorted(cls.presets)}")
         return cls(**{**cls.presets[name], **overrides})
 
     @classmethod
@@ -77,7 +78,7 @@ def register_family(cls):
     """
     backbones = [base for base in cls.__mro__ if base.__module__.startswith("transformers.models.")]
     if not (issubclass(cls, FamilyConfig) and backbones):
-        raise ValueError(
+        raise UserError(
             f"{cls.__name__} must subclass FamilyConfig and a configuration of transformers, in this order"
         )
     cls._backbone_class, cls._models_module = backbones[0], __package__

@@ -16,6 +16,7 @@ from typing import ClassVar
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..configuration_memmix import model_makers
+from ..errors import UserError
 from ..mixers import ATTENTION, MIXERS
 
 STRIDE = 32  # pixels of the image per token of the last stage, in each direction
@@ -97,7 +98,7 @@ class GKAVisionConfig(PreTrainedConfig):
             ValueError: there is no such preset.
         """
         if name not in cls.presets:
-            raise ValueError(f"unknown preset {name!r}; known: {sorted(cls.presets)}")
+            raise UserError(f"unknown preset {name!r}; known: {sorted(cls.presets)}")
         classes = {} if overrides.get("id2label") else {"num_labels": 1000}
         return cls(**{**classes, **cls.presets[name], **overrides})
 
@@ -126,22 +127,22 @@ class GKAVisionConfig(PreTrainedConfig):
         for name in _POSITIVE:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number >= 1")
+                raise UserError(f"{name}={value!r} must be a whole number >= 1")
         for name, length in _POSITIVE_LISTS.items():
             value = getattr(self, name)
             right = isinstance(value, (list, tuple)) and len(value) == length
             if not right or any(type(n) is not int or n < 1 for n in value):
-                raise ValueError(f"{name}={value!r} must be a list of {length} whole numbers >= 1")
+                raise UserError(f"{name}={value!r} must be a list of {length} whole numbers >= 1")
             setattr(self, name, list(value))
         for name, low, high in (("mlp_ratio", 0.1, 64), ("drop_path_rate", 0, 0.99), ("initializer_range", 0, 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"{name}={value!r} must be a number from {low} to {high}")
+                raise UserError(f"{name}={value!r} must be a number from {low} to {high}")
         if self.layer_scale is not None and not isinstance(self.layer_scale, (int, float)):
-            raise ValueError(f"layer_scale={self.layer_scale!r} must be a number, or None for no factor")
+            raise UserError(f"layer_scale={self.layer_scale!r} must be a number, or None for no factor")
         for channels, heads in zip(self.hidden_sizes[2:], self.attention_heads, strict=True):
             if channels % heads:
-                raise ValueError(
+                raise UserError(
                     f"attention_heads={self.attention_heads} must divide the channels of the last two stages,"
                     f" {self.hidden_sizes[2:]} (4 and 8 times embed_dim={self.embed_dim})"
                 )
@@ -150,18 +151,18 @@ class GKAVisionConfig(PreTrainedConfig):
     def _check_mixer(self):
         if self.mixer == ATTENTION:
             if self.mixer_options:
-                raise ValueError(f"mixer_options={self.mixer_options!r} without a mixer: mixer is {ATTENTION!r}")
+                raise UserError(f"mixer_options={self.mixer_options!r} without a mixer: mixer is {ATTENTION!r}")
             return
         if self.mixer not in MIXERS:
-            raise ValueError(f"unknown mixer {self.mixer!r}; known: {[ATTENTION, *sorted(MIXERS)]}")
+            raise UserError(f"unknown mixer {self.mixer!r}; known: {[ATTENTION, *sorted(MIXERS)]}")
         if self.mixer_options is not None and not isinstance(self.mixer_options, dict):
-            raise ValueError(f"mixer_options={self.mixer_options!r} must be a dictionary of options, or None")
+            raise UserError(f"mixer_options={self.mixer_options!r} must be a dictionary of options, or None")
         options = DEFAULT_OPTIONS.get(self.mixer, {}) if self.mixer_options is None else self.mixer_options
         options = MIXERS[self.mixer].options_class.from_dict(options)
         # every output is read, not only those before the last token
         shortest, window = MIXERS[self.mixer].minimum_training_length(options) - 1, min(self.window_sizes)
         if window**2 < shortest:
-            raise ValueError(
+            raise UserError(
                 f"{self.mixer} learns from sequences of {shortest} tokens on; window_sizes={self.window_sizes} give"
                 f" windows of {window**2} tokens: choose larger windows or another mixer"
             )

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple, is_torchvision_available
 
 from .._transformers import GradientCheckpointingLayer, ImageModelHooks, keep_in_fp32
+from ..errors import UserError
 from ..mixers import ATTENTION, MIXERS, MemoryMixer
 from ..swap import fp32_patterns
 from .gka_vision import STRIDE, GKAVisionConfig
@@ -227,17 +228,17 @@ class GKAVisionModel(GKAVisionPreTrainedModel):
     def _check(self, pixel_values: Tensor):
         if pixel_values is None or pixel_values.dim() != 4:
             shape = None if pixel_values is None else tuple(pixel_values.shape)
-            raise ValueError(f"pixel_values {shape} must have the shape [images, channels, height, width]")
+            raise UserError(f"pixel_values {shape} must have the shape [images, channels, height, width]")
         count, channels, height, width = pixel_values.shape
         if not count:
-            raise ValueError("pixel_values hold no image; give at least one")
+            raise UserError("pixel_values hold no image; give at least one")
         if channels != self.config.num_channels:
-            raise ValueError(
+            raise UserError(
                 f"pixel_values have {channels} channels, the model takes {self.config.num_channels}"
                 " (num_channels of its configuration)"
             )
         if min(height, width) < STRIDE:
-            raise ValueError(
+            raise UserError(
                 f"images of {height} x {width} pixels are too small: the last stage has one token per {STRIDE} x"
                 f" {STRIDE} pixels; resize them to at least {STRIDE} x {STRIDE}"
             )

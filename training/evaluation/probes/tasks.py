@@ -48,9 +48,9 @@ def check_tasks(text: str) -> tuple[str, ...]:
     """
     names = tuple(TASKS) if text == "all" else tuple(part.strip() for part in text.split(","))
     if unknown := [task for task in names if task not in TASKS]:
-        raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+        raise UserError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
     if repeated := [task for task in names if names.count(task) > 1]:
-        raise ValueError(f"task {repeated[0]!r} is named twice; name each task once")
+        raise UserError(f"task {repeated[0]!r} is named twice; name each task once")
     return names
 
 

@@ -29,7 +29,7 @@ import triton
 from gpu_targets import TARGETS
 from ops_table import OPS
 
-from hf_memmix_kernels import rowwise
+from hf_memmix_kernels import chunk_window, rowwise, window_step
 
 # name in the file: (row of OPS, head sizes or ranks); an op of one size does not take its tiles by it
 CASES = {
@@ -41,11 +41,12 @@ CASES = {
     "lattice dec": ("lattice", [64, 128]),
     "lattice enc": ("lattice_enc", [64, 128]),
     "ska": ("ska", [32, 64]),
+    "window": (None, [64, 128, 256]),
 }
 DTYPES = ["bfloat16", "float32"]
 
 
-def launch_rowwise(dtype: torch.dtype) -> None:
+def launch_rowwise(size: int, dtype: torch.dtype) -> None:
     """Every rowwise function, forward and backward."""
     draw = lambda *shape, of=dtype: torch.ones(*shape, dtype=of).requires_grad_()  # noqa: E731
     cos, sin = (torch.ones(2, 16, 32, dtype=dtype) for _ in range(2))
@@ -59,11 +60,21 @@ def launch_rowwise(dtype: torch.dtype) -> None:
         output.sum().backward(retain_graph=True)
 
 
+def launch_window(size: int, dtype: torch.dtype) -> None:
+    """Forward and backward of more tokens than the window has, and a decode step."""
+    q, k, v = (torch.ones(2, 200, heads, size, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
+    o, state = chunk_window(q, k, v, window=64)
+    o.sum().backward()
+    with torch.no_grad():
+        window_step(*(t[:, :1] for t in (q, k, v)), tuple(t.contiguous() for t in state), window=64)
+
+
 def launches(name: str, size: int, dtype: str) -> Callable[[], None]:
     """A function that launches every kernel of a row."""
     row, _ = CASES[name]
     if row is None:
-        return lambda: launch_rowwise(getattr(torch, dtype))
+        launch = {"rowwise": launch_rowwise, "window": launch_window}[name]
+        return lambda: launch(size, getattr(torch, dtype))
     op = next(op for op in OPS if op.name == row)
     shape, bounds, carried = compile_only.LAYOUTS["batched"]
     shape = shape._replace(D=size, Dv=size)

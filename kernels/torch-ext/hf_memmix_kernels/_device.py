@@ -41,9 +41,11 @@ OLDEST = 80  # capability; older tensor cores know neither bfloat16 nor TF32
 # major capability, or AMD: {op: {size above which: version of Triton from which on all its kernels compile}}; tried
 # were 3.6 and 3.9
 TRITON_FROM = {10: {"gka": {0: (3, 9)}, "ska": {32: (3, 9)}}, "AMD": {"ska": {0: (3, 9)}}}
-# {op: {size above which: bytes of shared memory that its largest kernel needs}}
-SHARED = {"gka": {128: 213_248}}
-NOT_FOR_AMD = frozenset({"gka", "lattice"})  # gka's forward scan and the adjoint of lattice's walk
+# on NVIDIA's GPUs: {op: {size above which: bytes of shared memory that its largest kernel needs}}
+SHARED = {"gka": {128: 213_248}, "window": {128: 141_312}}
+# on AMD's GPUs {op: sizes above the first number and up to the second do not run}: gka's forward scan and the adjoint
+# of lattice's walk do not compile, a tile of window's forward pass does not fit
+NOT_FOR_AMD = {"gka": (-1, 256), "lattice": (-1, 128), "window": (64, 128)}
 
 
 @functools.cache
@@ -64,8 +66,9 @@ def obstacle(op: str, device: Device, triton: tuple[int, int], size: int = 0) ->
     `size` is the largest head size, or the rank, where the tables of this module have sizes.
     tests/kernels/test_device.py compares the result with what kernels/benchmarks/gpu_generations.py found.
     """
-    if not device.nvidia and op in NOT_FOR_AMD:
-        return f"its kernels do not compile for AMD GPUs ({device.arch})"
+    above, largest = NOT_FOR_AMD.get(op, (0, 0))
+    if not device.nvidia and above < size <= largest:
+        return f"its kernels do not compile for AMD GPUs, or do not fit into them ({device.arch})"
     if device.nvidia and device.capability < OLDEST:
         return f"its kernels need an NVIDIA GPU from sm_{OLDEST} (Ampere) on, this is {device.arch}"
     versions = TRITON_FROM.get(device.capability // 10 if device.nvidia else "AMD", {}).get(op, {})
@@ -74,7 +77,7 @@ def obstacle(op: str, device: Device, triton: tuple[int, int], size: int = 0) ->
         needed, got = (".".join(map(str, version)) for version in (needed, triton))
         return f"its kernels for {device.arch} need Triton >= {needed}, {got} is installed; update torch"
     bytes_needed = max((needed for above, needed in SHARED.get(op, {}).items() if size > above), default=0)
-    if bytes_needed > device.shared:
+    if device.nvidia and bytes_needed > device.shared:
         return (
             f"its kernels for heads of {size} need {bytes_needed // 1024} KiB of shared memory, {device.arch} has"
             f" {device.shared // 1024} KiB; take smaller heads"

@@ -83,7 +83,7 @@ def _step(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    if use_triton(q, "window"):
+    if use_triton(q, "window", q.shape[-1]):
         from .launch import window_step_triton as step
     else:
         step = window_step_torch
@@ -188,7 +188,7 @@ def _chunk(q, k, v, window, sinks, scores, state, lengths, final_state):
 def _outputs(q, k, v, window, sinks, scores, state=None, after=None, firsts=None):
     """See `torch_path.window_attention`, which computes what the kernels do not."""
     causal = state is None and firsts is None and q.shape[1] <= window and scores.softcap is None
-    if causal or sinks or scores.sink_logits is not None or not q.shape[1] or not use_triton(q, "window"):
+    if causal or sinks or scores.sink_logits is not None or not q.shape[1] or not use_triton(q, "window", q.shape[-1]):
         return window_attention(q, k, v, window, sinks, scores, state, after, firsts)
     firsts = None if firsts is None else firsts[None]
     if state is not None:

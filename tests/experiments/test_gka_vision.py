@@ -121,7 +121,7 @@ def test_statistics_of_batch_norm(images, tmp_path):
     options = ["--model", "gka", "--steps", "2", "--batch-size", "4", "--seeds", "0"]
     result = CliRunner().invoke(app, ["--images", str(images), "--out", str(tmp_path / "out.json"), *options])
     assert result.exit_code == 0, result.output
-    found, committed = json.loads((tmp_path / "out.json").read_text()), read("gka_vision_batch_norm")
+    found, committed = json.loads((tmp_path / "out.json").read_text()), read("batch_norm")
     assert set(found) == set(committed) and set(found["settings"]) == set(committed["settings"])
     (row,) = found["rows"]
     assert set(row) == set(committed["rows"][0]) and row["batch_norms"] > 0

@@ -91,10 +91,16 @@ def convert_model(
             empty or cannot be written.
     """
     refuse_adapters(teacher)
-    if out is not None:
-        arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
-        convert = partial(convert_model, **arguments, **mixer_options)
-        return convert_to_folder(teacher, out, convert, seed=seed)
+    arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
+    convert = partial(_student_of, **arguments, mixer_options=mixer_options)
+    return convert(teacher) if out is None else convert_to_folder(teacher, out, convert, seed=seed)
+
+
+@torch.inference_mode(False)  # tensors that are made in it could never be trained
+def _student_of(
+    teacher: PreTrainedModel | str | Path, *, mixer, keep, layers, mixers, seed: int, mixer_options: dict
+) -> PreTrainedModel:
+    """The student of a teacher, in memory; arguments as in `convert_model`."""
     checked = not isinstance(teacher, PreTrainedModel)
     if checked:
         teacher = load_model(model_folder(Path(teacher)))

@@ -75,6 +75,7 @@ class ImportReport:
         return asdict(self)
 
 
+@torch.inference_mode(False)  # as in `load_model`
 def import_hmf(folder: str | Path) -> PreTrainedModel:
     """The model of a folder in the release's format, in eval mode and the stored dtype, with `conversion_report`.
 

@@ -90,6 +90,7 @@ def meta_teacher(folder: str | Path) -> PreTrainedModel:
     return model.eval()
 
 
+@torch.inference_mode(False)  # tensors that are made in it could never be trained
 def load_model(folder: str | Path, dtype="auto", **placement) -> PreTrainedModel:
     """A causal LM from a local folder, native or converted, in eval mode.
 

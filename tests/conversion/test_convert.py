@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from cli_runner import memmix
 from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import every_third, in_turn
-from tiny_teachers import CONVERTIBLE, rotating_mixers, tiny_teacher
+from tiny_teachers import CONVERTIBLE, rotating_mixers, tiny_teacher, tiny_tokenizer
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -285,3 +286,35 @@ def test_existing_folder_is_not_overwritten_unless_asked(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
         save_student(student, tmp_path / "file")
+
+
+@pytest.mark.parametrize("how", ["model", "model made there", "folder", "out"])
+def test_a_student_that_is_made_in_inference_mode_can_be_trained(tmp_path, how):
+    """Its parameters were inference tensors, whose first training step is a RuntimeError."""
+    model = tiny_teacher("llama", layers=2)
+    model.save_pretrained(tmp_path / "teacher")
+    with torch.inference_mode():
+        given = tiny_teacher("llama", layers=2) if how == "model made there" else model
+        given = tmp_path / "teacher" if how in ("folder", "out") else given
+        student = convert_model(given, **({"out": tmp_path / "student"} if how == "out" else {}))
+        student = load_model(tmp_path / "student") if how == "out" else student
+    assert not any(tensor.is_inference() for tensor in [*student.parameters(), *student.buffers()])
+    ids = torch.arange(40)[None]
+    student(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in student.model.layers[0].self_attn.parameters())
+
+
+def test_tokens_without_an_embedding_are_told_and_refused_where_they_are_read(tmp_path):
+    """A special token was added to the tokenizer, and the embeddings were not resized: IndexError, or nothing."""
+    tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "teacher")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra-{i}>" for i in range(100)]})
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    told = memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
+    assert told.exit_code == 0 and "tokens that the model does not have: <extra-" in told.output
+    for model in ("teacher", "student"):
+        run = memmix("generate", "--model", tmp_path / model, "--prompt", "the <extra-99>", "--max-new-tokens", "1")
+        assert run.exit_code == 1 and "--prompt holds '<extra-99>', token" in run.output
+        assert "the model has 64 tokens; train it with them first" in run.output
+        run = memmix("generate", "--model", tmp_path / model, "--prompt", "the", "--max-new-tokens", "1")
+        assert run.exit_code == 0

@@ -119,7 +119,8 @@ def batch_of(case) -> list[torch.Tensor]:
         mask = (torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.7).long()
     positions = torch.arange(TOKENS).expand(2, -1).contiguous()
     labels = F.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)[:, 1:].contiguous()
-    return [ids, positions, labels, mask] if kind else [ids, positions, labels]
+    batch = [ids, positions, labels, mask] if kind else [ids, positions, labels]
+    return [t[:, : case.get("tokens", TOKENS)].contiguous() for t in batch]
 
 
 def model_of(case):
@@ -142,7 +143,7 @@ def model_of(case):
 
 def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and the gradients of all processes together."""
-    buffers = [t[:, : case.get("tokens", TOKENS)].clone() for t in batch_of(case)]
+    buffers = [t.clone() for t in batch_of(case)]
     if case.get("restart"):
         buffers[1] = buffers[1] % case["restart"]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):

@@ -460,13 +460,14 @@ def test_damaged_state_file(damage, tmp_path):
         RecurrentStateCache.from_pretrained(tmp_path)
 
 
-def test_failed_save_keeps_the_old_file(tmp_path):
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
+def test_failed_save_keeps_the_old_file(value, tmp_path):
     model = tiny_model("llama", "odd")
     file = saved_file(model, tmp_path)
     before = file.read_bytes()
     cache = read(model, random_ids(1, 7, seed=8))
-    cache.layers[1].get()["H"].fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"NaN"):
+    cache.layers[1].get()["H"][0, 0, 0, 0] = value
+    with pytest.raises(ValueError, match=r"layer 1: H has NaN or infinite entries"):
         cache.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     assert file.read_bytes() == before

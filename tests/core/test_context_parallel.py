@@ -47,6 +47,11 @@ CASES = {
         "options": {"sketch_dim": 3, "use_beta": False, "use_decay": False, "use_v_conv": False, "use_rope": True},
     },
     "mamba2, one group": {"mixer": "mamba2", "options": {"n_groups": 1, "time_step_limit": [0.01, 0.05]}},
+    # pieces with fewer tokens than a convolution reads
+    **{
+        f"{name}, few tokens": {"mixer": name, "tokens": 12, "options": {"conv_size": 6}, "balanced": name == "gka"}
+        for name in ("gka", "mamba2")
+    },
     # no gradient reaches the first mixers
     "gka, frozen layers": {"mixer": "gka", "frozen": True},
     "lattice, frozen layers": {"mixer": "lattice", "frozen": True, "checkpointing": "plain"},
@@ -94,7 +99,9 @@ def launch(folder, processes, cases):
 
 
 BY_TWO = [
-    name for name in CASES if "," not in name or name.endswith((", hybrid", ", checkpointing", "holes", "hooks"))
+    name
+    for name in CASES
+    if "," not in name or name.endswith((", hybrid", ", checkpointing", "holes", "hooks", "few tokens"))
 ]
 
 

@@ -46,6 +46,18 @@ def test_packed_positions_beside_a_cache_are_refused(model, cache, positions):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("positions", (PACKED, GAP, AGAIN), ids=("packed", "gap", "again"))
+def test_a_position_that_does_not_follow_the_one_before_starts_a_sequence(model, positions):
+    """Without a padding mask and a cache: the two parts do not see each other."""
+    ids, positions = random_ids(2, 7), torch.tensor([positions, list(range(7))])
+    out = model(ids, position_ids=positions, use_cache=False).logits
+    for row, part in ((0, slice(0, 4)), (0, slice(4, 7)), (1, slice(0, 7))):
+        rows = slice(row, row + 1)
+        alone = model(ids[rows, part], position_ids=positions[rows, part], use_cache=False).logits
+        assert_same(out[rows, part], alone, f"row {row}, {part}")
+
+
+@torch.no_grad()
 def test_positions_of_pads_are_free(model):
     """Pads and tokens beside holes may have any position."""
     ids, mask = random_ids(2, 7), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0]])

@@ -7,6 +7,7 @@ from ops_table import Shape
 from ska_rows import draw
 
 import hf_memmix_kernels as K
+from hf_memmix_kernels.ska.operator import inverse
 
 CHUNK = 80
 SHAPE = Shape(1, 170, 1, 1, 8, 6)
@@ -37,6 +38,20 @@ def test_ties_share_the_gradient_of_the_norm(places, backend):
         shares[fn] = sum((grad[0, place, 0] * inputs["k"][0, place, 0].double()).sum() for place in places)
     # nu is 3 sqrt(2) in the loss, so a missing or doubled share changes the result by more than one
     assert abs(shares[K.chunk_ska] - shares[K.naive_ska]) <= 1e-3
+
+
+@pytest.mark.parametrize(("below", "times"), [(0.5, 1), (5, 10), (50, 100), (500, 1000)])
+def test_the_ridge_grows_until_the_statistics_are_positive_definite(below, times):
+    """Ten times as large, up to three times; `below`: by how many ridges an eigenvalue is negative."""
+    sound, ridge = torch.eye(3, dtype=torch.float64), torch.tensor([0.01, 0.01], dtype=torch.float64)
+    G = torch.stack([sound, sound - torch.diag(torch.tensor([0, 0, 1 + below * 0.01], dtype=torch.float64))])
+    regular, P = inverse(G, ridge, check=True)
+    torch.testing.assert_close(regular[0], sound * 1.01)
+    torch.testing.assert_close(regular[1], G[1] + times * 0.01 * sound)
+    torch.testing.assert_close(P @ regular, sound.expand(2, 3, 3))
+    G[1, 2, 2] -= 10
+    with pytest.raises(ValueError, match="sequence 1, .* not positive definite, even with a ridge 1000 times"):
+        inverse(G[:, None], ridge[:, None], check=True)
 
 
 @pytest.mark.product_rows(r"(.*-2\]|[23] equal)")  # variants of an op

@@ -45,6 +45,7 @@ def test_teacher_beside_student(workspace):
     [
         (["--tasks", "nosuch"], "task 'nosuch' is unknown"),
         (["--lengths", "a"], "--lengths is 'a'"),
+        (["--lengths", "64,0"], "--lengths is '64,0'; lengths are at least 1"),
         (["--lengths", "4"], "give a longer one"),
         (["--depths", "2"], "depth 2.0 is outside"),
         (["--text", "{}/no.txt"], "does not exist"),

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.stage_time import time_text
+from hf_memmix.training.student_teacher import AlignStudentTeacher
 from hf_memmix.training.train import Recipe, align, distill, load_recipe
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -266,3 +268,31 @@ def test_accumulation_reads_the_rows_of_a_step_also_at_the_end_of_an_epoch(tmp_p
         result = distill(convert_model(teacher), teacher, ten, tmp_path / str(accumulation), **options)
         losses.append([entry["loss"] for entry in result["log"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_loss_that_is_shown_between_two_logs_is_that_of_a_row(tmp_path, data, teacher):
+    """With one row again and again, all parts of a step have its loss, however many they are."""
+    shown = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            shown[-1].append(state.newest_loss)
+
+    same_rows = TokenBlocks(data.blocks[0].repeat(8), 16)
+    for accumulation in (1, 4):
+        shown.append([])
+        options = {**SMALL, "steps": 2, "batch_size": 4 // accumulation, "gradient_accumulation": accumulation}
+        distill(
+            convert_model(teacher), teacher, same_rows, tmp_path / str(accumulation), callbacks=[Watch()], **options
+        )
+    assert len(shown[0]) == 2 and shown[0] == pytest.approx(shown[1], rel=1e-3)
+
+
+def test_a_layer_of_the_teacher_without_output_has_a_finite_loss(data, teacher):
+    """The error is relative to the size of its output, which is zero."""
+    torch.nn.init.zeros_(teacher.model.layers[0].self_attn.o_proj.weight)
+    student = convert_model(teacher)
+    torch.nn.init.ones_(student.model.layers[0].self_attn.o_proj.weight)
+    loss = AlignStudentTeacher(student, teacher)(data.blocks[:2])["loss"]
+    loss.backward()
+    assert loss.isfinite() and all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)

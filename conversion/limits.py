@@ -1,8 +1,9 @@
 """Limits of a model: its longest sequence, and checks that student and teacher fit together."""
 
 import math
+from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_memmix.backbones import backbone_of
 from hf_memmix.errors import UserError
@@ -27,13 +28,13 @@ def check_length(model: nn.Module, role: str, length: int, name: str, remedy: st
         raise UserError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
 
 
-def check_tokens(ids: Tensor, model: nn.Module, tokenizer, name: str) -> None:
+def check_tokens(ids: Iterable[int], model: nn.Module, tokenizer, name: str) -> None:
     """Raise ValueError if a token is outside a model's vocabulary, e.g. one that was added to the tokenizer alone.
 
-    ids: int64. name: the option that holds the text.
+    name: the option that holds the text.
     """
     size = model.get_input_embeddings().num_embeddings
-    if outside := sorted({token for token in ids.flatten().tolist() if token >= size}):
+    if outside := sorted({token for token in ids if token >= size}):
         raise UserError(
             f"{name} holds {tokenizer.convert_ids_to_tokens(outside[0])!r}, token {outside[0]}, but the model has"
             f" {size} tokens; {RESIZE}"

@@ -53,7 +53,7 @@ def generate(
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
     if inputs["input_ids"].shape[1] == 0:
         raise UserError("the prompt is empty; give at least one word")
-    check_tokens(inputs["input_ids"], network, tokenizer, "--prompt")
+    check_tokens(inputs["input_ids"][0].tolist(), network, tokenizer, "--prompt")
     total = inputs["input_ids"].shape[1] + max_new_tokens
     check_length(network, "model", total, "prompt with --max-new-tokens", "ask for fewer")
     torch.manual_seed(seed)

@@ -122,7 +122,7 @@ def evaluate(
     check_not_read(out_dir, *folders.values(), text)
     content = read_text(text)
     with library():
-        from hf_memmix.conversion.limits import limit_of
+        from hf_memmix.conversion.limits import check_tokens, limit_of
         from hf_memmix.conversion.records import write_json
         from hf_memmix.training.evaluation.probes import Material, by_length, gain_text, plot_probes, run_probes
 
@@ -133,6 +133,8 @@ def evaluate(
     else:
         models = {role: shape_of(folder) for role, folder in folders.items()}
         run = {role: partial(load, folder, None, device_map=device_map) for role, folder in folders.items()}
+    for network in models.values():
+        check_tokens(material.filler, network, tokenizer, "the text of the probes")
     longest = max(limit_of(model) for model in models.values())
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise UserError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")

@@ -47,7 +47,7 @@ def select_layers(args) -> None:
     check_mixers(mixers, student, named or [])
     check_vocabularies(mixers, teacher_model)
     kind = mixer if student is None else only_mixer(mixers, student)
-    data = selection_data(tokenizer, args)
+    data = selection_data(tokenizer, args, teacher_model)
     with progress("swapping layers") as advance:
         options = {"weight": args.weight, "batch_size": args.batch_size, "progress": advance}
         ranking = rank_layers(teacher_model, mixers, data.blocks, data.samples, **options)
@@ -100,12 +100,16 @@ def _mixers_for(teacher_model, student: Path | None, mixer: str, args):
         return with_mixers(meta_teacher(folder), folder, teacher_model)
 
 
-def selection_data(tokenizer, args):
-    """The text and the probes of the options."""
+def selection_data(tokenizer, args, teacher):
+    """The text and the probes of the options. Raises ValueError if the teacher does not have one of their tokens."""
+    from hf_memmix.conversion.limits import check_tokens
     from hf_memmix.training.evaluation.selection_data import SelectionData
 
     names = ("text", "tasks", "length", "samples", "max_tokens", "seed", "weight")
-    return SelectionData.of(tokenizer, **{name: getattr(args, name) for name in names})
+    data = SelectionData.of(tokenizer, **{name: getattr(args, name) for name in names})
+    drawn = [token for samples in data.samples.values() for sample in samples for token in sample.ids]
+    check_tokens([*data.blocks.flatten().tolist(), *drawn], teacher, tokenizer, "the text")
+    return data
 
 
 def check_student(student, folder, teacher, teacher_folder) -> None:

@@ -62,7 +62,7 @@ def select_mixture(args) -> None:
     check_budget(costs, limits)
     check_length(shapes, "teacher", args.length, "--length", "give a shorter one")
 
-    data = selection_data(tokenizer, args)
+    data = selection_data(tokenizer, args, shapes)
     if kinds:
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})

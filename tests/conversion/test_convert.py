@@ -13,7 +13,7 @@ from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import every_third, in_turn
-from tiny_teachers import CONVERTIBLE, rotating_mixers, tiny_teacher, tiny_tokenizer
+from tiny_teachers import CONVERTIBLE, rotating_mixers, tiny_teacher, tiny_text, tiny_tokenizer
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -318,3 +318,13 @@ def test_tokens_without_an_embedding_are_told_and_refused_where_they_are_read(tm
         assert "the model has 64 tokens; train it with them first" in run.output
         run = memmix("generate", "--model", tmp_path / model, "--prompt", "the", "--max-new-tokens", "1")
         assert run.exit_code == 0
+    (tmp_path / "text.txt").write_text(f"<extra-99> {tiny_text(300)}")
+    read = ["--teacher", tmp_path / "teacher", "--text", tmp_path / "text.txt", "--out", tmp_path / "out"]
+    for command in (
+        ["eval", tmp_path / "student", "--lengths", "64", "--samples", "2"],
+        ["select", "--length", "32", "--tasks", "none"],
+        ["align", "--student", tmp_path / "student", "--block-size", "16", "--steps", "1"],
+        ["cache-teacher", "--block-size", "16"],
+    ):
+        run = memmix(*command, *read)
+        assert run.exit_code == 1 and "token 123" in run.output.splitlines()[-1]

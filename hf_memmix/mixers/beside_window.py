@@ -129,10 +129,6 @@ class BesideWindow(MemoryMixer):
     def check_split(self):
         self.memory.check_split()
 
-    def minimum_training_length(self, options) -> int:
-        """A window learns from one token."""
-        return 1
-
     def check_states(self, options, states):
         self.memory.check_states(options, _parts(states)[0])
 

@@ -107,7 +107,7 @@ def window_step_triton(
     sink_logits = None if sink_logits is None else sink_logits.contiguous()
     window_step_kernel[(B * HK,)](
         (q, k, v, sink_logits), (keys, values, seen), state_indices, strides, o, (window, sinks), scale, softcap,
-        G=H // HK, HK=HK, D=D, BG=max(16, next_power_of_2(H // HK)), BD=max(16, next_power_of_2(D)), BN=64,
-        num_warps=4, **_dots(q),
+        G=H // HK, HK=HK, D=D, BG=max(16, next_power_of_2(H // HK)), BD=max(16, next_power_of_2(D)),
+        BN=64 if q.element_size() < 4 else 32 if D <= 128 else 16, num_warps=4, **_dots(q),
     )  # fmt: skip
     return o

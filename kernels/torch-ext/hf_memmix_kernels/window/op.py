@@ -12,6 +12,8 @@ from .torch_path import (
     in_order,
     last_of_packed,
     window_attention,
+    window_bwd_torch,
+    window_fwd_torch,
     window_states,
     window_step_torch,
 )
@@ -23,7 +25,10 @@ State = tuple[Tensor, Tensor, Tensor]
 def _fwd(
     q: Tensor, k: Tensor, v: Tensor, firsts: Tensor | None, window: int, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    return module(".launch", __package__).window_fwd_triton(q, k, v, firsts, window, scale, softcap)
+    fwd = (
+        module(".launch", __package__).window_fwd_triton if use_triton(q, "window", q.shape[-1]) else window_fwd_torch
+    )
+    return fwd(q, k, v, firsts, window, scale, softcap)
 
 
 @_fwd.register_fake
@@ -45,6 +50,8 @@ def _bwd(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not use_triton(q, "window", q.shape[-1]):
+        return window_bwd_torch(do, q, k, v, firsts, window, scale, softcap)
     return module(".launch", __package__).window_bwd_triton(do, q, k, v, o, lse, firsts, window, scale, softcap)
 
 
@@ -179,7 +186,7 @@ def chunk_window(
 def _chunk(q, k, v, window, sinks, scores, state, lengths, final_state):
     after = None
     if final_state or state is not None:
-        ends = torch.full((len(q),), q.shape[1], device=q.device) if lengths is None else lengths.long()
+        ends = torch.full((q.shape[0],), q.shape[1], device=q.device) if lengths is None else lengths.long()
         after = window_states(state, k, v, ends, window, sinks)
     o = _outputs(q, k, v, window, sinks, scores, state, after)
     return o, after if final_state else None
@@ -187,8 +194,10 @@ def _chunk(q, k, v, window, sinks, scores, state, lengths, final_state):
 
 def _outputs(q, k, v, window, sinks, scores, state=None, after=None, firsts=None):
     """See `torch_path.window_attention`, which computes what the kernels do not."""
-    causal = state is None and firsts is None and q.shape[1] <= window and scores.softcap is None
-    if causal or sinks or scores.sink_logits is not None or not q.shape[1] or not use_triton(q, "window", q.shape[-1]):
+    exporting = torch.compiler.is_exporting()  # an exported program keeps the op: blocks depend on the length
+    causal = not exporting and state is None and firsts is None and scores.softcap is None and q.shape[1] <= window
+    kernels = exporting or (q.shape[1] > 0 and use_triton(q, "window", q.shape[-1]))
+    if causal or sinks or scores.sink_logits is not None or not kernels:
         return window_attention(q, k, v, window, sinks, scores, state, after, firsts)
     firsts = None if firsts is None else firsts[None]
     if state is not None:
@@ -228,7 +237,7 @@ def window_step(
     _check("window_step", q, k, v, window, sinks, sink_logits)
     if q.shape[1] != 1:
         raise ValueError(f"window_step advances by one token, got {q.shape[1]}; use chunk_window for several")
-    shapes = window_state_shapes(len(q), k.shape[2], k.shape[3], window, sinks)
+    shapes = window_state_shapes(q.shape[0], k.shape[2], k.shape[3], window, sinks)
     check_step_states("window_step", tuple(state), shapes, state_indices)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     softcap = None if softcap is None else float(softcap)

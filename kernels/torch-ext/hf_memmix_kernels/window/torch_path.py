@@ -86,29 +86,74 @@ def window_attention(
         return torch.empty_like(q)
     if state is None and firsts is None and length <= window:
         return attend(*(x.transpose(1, 2) for x in (q, k, v)), scores).transpose(1, 2)
-    block = max(window + sinks, SMALLEST_BLOCK)
+    if state is None:
+        seen = q.new_zeros(1, dtype=torch.long)
+        firsts_of = [x[:, :sinks] for x in (k, v)]
+        before = [x.new_zeros(batch, window - 1, *x.shape[2:]) for x in (k, v)]
+        same = firsts is None
+    else:
+        seen, same = state[2][:, 0], False
+        firsts_of = [x[:, :sinks] for x in after[:2]]
+        before = in_order(state, window, sinks)
+    return _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, same)
+
+
+def window_fwd_torch(
+    q: Tensor, k: Tensor, v: Tensor, firsts: Tensor | None, window: int, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """What `window_fwd_triton` computes, without the logarithms of the sums."""
+    scores, before = Scores(scale, softcap), k.shape[1] - q.shape[1]
+    if not before:
+        o = window_attention(q, k, v, window, 0, scores, firsts=None if firsts is None else firsts[0])
+    else:
+        parts = [x.split([before, q.shape[1]], 1) for x in (k, v)]
+        past, (k, v) = ([part[i] for part in parts] for i in (0, 1))
+        seen = window - 1 - firsts[:, 0]
+        o = _in_blocks(q, k, v, past, None, seen, None, window, 0, scores, False)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return o.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide)
+
+
+def window_bwd_torch(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    firsts: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; the forward pass is computed again."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o, _ = window_fwd_torch(*leaves, firsts, window, scale, softcap)
+        return torch.autograd.grad(o, leaves, do)
+
+
+def _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, same: bool) -> Tensor:
+    """`window_attention` by blocks of queries.
+
+    Args:
+        before: keys and values [B, W - 1, Hk, D] before those of the queries.
+        firsts_of: keys and values of the sinks [B, S, Hk, D].
+        seen: how many tokens stand before the queries, [B] or [1].
+        same: whether all blocks but the first have the same mask.
+    """
+    length, block = q.shape[1], max(window + sinks, SMALLEST_BLOCK)
     count = -(-length // block)
     fill = count * block - length
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, fill)) for x in (q, k, v))
-    if state is None:
-        seen = q.new_zeros(1, dtype=torch.long)
-        first_keys, first_values = k[:, :sinks], v[:, :sinks]
-        before = [x.new_zeros(batch, window - 1, *x.shape[2:]) for x in (k, v)]
-    else:
-        seen = state[2][:, 0]
-        first_keys, first_values = (x[:, :sinks] for x in after[:2])
-        before = in_order(state, window, sinks)
     # a block of C queries reads the window - 1 tokens before it and its own
     q = q.unflatten(1, (count, block)).transpose(2, 3)
     k, v = (torch.cat(parts, 1).unfold(1, window - 1 + block, block).mT for parts in zip(before, (k, v), strict=True))
     if sinks:
         k, v = (
             torch.cat([x[:, None].expand(-1, count, -1, -1, -1).transpose(2, 3), blocks], 3)
-            for x, blocks in ((first_keys, k), (first_values, v))
+            for x, blocks in zip(firsts_of, (k, v), strict=True)
         )
     starts = seen[:, None] + torch.arange(count, device=q.device) * block
-    if state is None and firsts is None and count > 2:
-        # all blocks but the first have the same mask
+    if same and count > 2:
         mask = _mask(starts[:, :2], block, window, sinks)
         outputs = [
             _attend_blocks(*(x[:, :1] for x in (q, k, v)), mask[:, :1], scores),

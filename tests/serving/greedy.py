@@ -23,6 +23,13 @@ def references_of(folder: Path, case: str, which: str, dtype: str = "float32") -
     return [answer | {"folder": folder / case} for answer in found]
 
 
+def pooled(engines, case, **options):
+    """An engine of a pooling model, and the references."""
+    references = torch.load(ready(engines.folders / case) / FILE, weights_only=True)["pooled"]
+    engine = engines.get(case, runner="pooling", **options)
+    return engine, [{"prompt_token_ids": r["prompt"]} for r in references], [r["vector"] for r in references]
+
+
 def tokens_of(outputs) -> list[list[int]]:
     """The tokens of the first answer to each prompt."""
     return [list(output.outputs[0].token_ids) for output in outputs]

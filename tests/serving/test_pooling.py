@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from references import FILE, ready
+from greedy import pooled
 from serving_cases import ASSET
-
-
-def pooled(engines, case, **options):
-    """An engine of a pooling model, and the references."""
-    references = torch.load(ready(engines.folders / case) / FILE, weights_only=True)["pooled"]
-    engine = engines.get(case, runner="pooling", **options)
-    return engine, [{"prompt_token_ids": r["prompt"]} for r in references], [r["vector"] for r in references]
 
 
 @pytest.mark.cases("classifier")

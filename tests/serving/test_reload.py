@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from greedy import ask, assert_greedy, assert_log_probabilities, references_of, tokens_of
+from greedy import ask, assert_greedy, assert_log_probabilities, pooled, references_of, tokens_of
 from references import ready
 from safetensors.torch import load_file, save_file
 from serving_cases import RELOADED, SECOND
-from test_pooling import pooled
 
 
 def reload_from(engine, folder):

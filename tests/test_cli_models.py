@@ -143,8 +143,8 @@ CHOSEN = """
 @pytest.mark.parametrize(
     "command",
     [
-        ["align", "--student", "me/teacher", "--text", "text.txt", "--out", "s"],
-        ["align", "--stream", "--student", "me/teacher", "--text", "text.txt", "--out", "s"],
+        ["align", "--student", "snapshots", "--text", "text.txt", "--out", "s"],
+        ["align", "--stream", "--student", "snapshots", "--text", "text.txt", "--out", "s"],
         ["select", "--mixers", "gka,mamba2", "--train-text", "text.txt", "--text", "text.txt", "--out", "plan.json"],
     ],
     ids=["align", "stream", "select"],
@@ -168,7 +168,7 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
+    align = ["align", "--teacher", "me/teacher", "--student", "snapshots", "--text", "text.txt", "--out", "s"]
     run = memmix(*align)
     assert run.exit_code == 1 and "2 processes" in run.output and "training/accelerate/cpu.yaml" in run.output
     assert "the launcher gives each process its device" in memmix(*align, "--device", "cpu").output
@@ -178,7 +178,7 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
 
 def test_trackers_are_checked_before_the_models_are_read(cached, monkeypatch):
     monkeypatch.setattr("transformers.integrations.integration_utils.is_clearml_available", lambda: False)
-    align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
+    align = ["align", "--teacher", "me/teacher", "--student", "snapshots", "--text", "text.txt", "--out", "s"]
     run = memmix(*align, "--report-to", "nosuch")
     assert (
         run.exit_code == 1

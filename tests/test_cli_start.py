@@ -15,7 +15,7 @@ from hf_memmix.mixer_names import BUILT_IN, mixer_names
 from hf_memmix.mixers import MIXERS
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ["torch", "transformers", "numpy", "hf_memmix.configuration_memmix", "hf_memmix.conversion.convert"]
+HEAVY = ["torch", "transformers", "numpy", "hf_memmix.configuration_memmix", "hf_memmix.conversion.loading"]
 # the console script, several times in one process
 SCRIPT = """
 import contextlib, io, json, sys

@@ -228,7 +228,7 @@ def _recipe(stage: str, args: SimpleNamespace):
     return settings
 
 
-def _models(args: SimpleNamespace) -> tuple[Path | None, Path]:
+def _folders_of_models(args: SimpleNamespace) -> tuple[Path | None, Path]:
     """The folders of student and teacher. Raises ValueError if the output would replace the teacher."""
     from hf_memmix.conversion.layer_plan import read_plan
     from hf_memmix.conversion.saving import check_not_read
@@ -282,7 +282,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     from hf_memmix.training.run_lock import run_folder
 
     settings = _recipe(stage, args)
-    student, teacher = _models(args)
+    student, teacher = _folders_of_models(args)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(args.out_dir, args.resume, args.overwrite) as run_dir:
         _take_device(args)
@@ -333,7 +333,7 @@ def _align_by_streaming(args: SimpleNamespace) -> None:
     from hf_memmix.training.run_lock import check_run_target
 
     settings = _recipe("align", args)
-    student, teacher = _models(args)
+    student, teacher = _folders_of_models(args)
     check_run_target(args.out_dir, args.overwrite)
     _take_device(args)
     with library():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_memmix import MIXERS as MIXER_CLASSES
-from hf_memmix.mixers import new_layer
+from hf_memmix.mixers import BesideWindow, new_layer
 from testing import MIXERS, tiny_config
 
 # other values of options that are not flags; the value of a flag is inverted. A mixer without a row runs with the
@@ -73,6 +73,8 @@ def made(mixer, options):
             parameter.ndim == 2 and parameter.shape[-1] > 3
         ):  # projections: with a std of 0.02 they would hardly change a state
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    if isinstance(layer, BesideWindow):
+        layer.m.fill_(4)  # so that the memory is heard beside the window
     angles = torch.randn(3, 13, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
     x = torch.randn(3, 13, 32, generator=generator, dtype=torch.float64)
     return layer.double(), x, (angles.cos(), angles.sin())

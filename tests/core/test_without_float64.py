@@ -9,7 +9,7 @@ from hf_memmix.conversion import convert_model, report
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.train import align, distill
 from testing import MIXERS, MODELS, build, family_fields, random_ids, tiny_model
-from tiny_teachers import tiny_teacher
+from tiny_teachers import CONVERTIBLE, tiny_teacher
 from without_float64 import without_float64
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
@@ -88,7 +88,7 @@ def test_training_runs(stage, tmp_path):
     assert result["steps"] == 2
 
 
-@every_mixer
+@pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_conversion(mixer):
     """Conversion, and the comparison with the teacher."""
     teacher = tiny_teacher("qwen3")

@@ -10,6 +10,7 @@ import pytest
 
 from child import child_env
 from cli_runner import memmix, result_of
+from hf_memmix.assets import asset_path
 from hf_memmix.commands import checks, devices
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -168,7 +169,8 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    align = ["align", "--teacher", "me/teacher", "--student", "snapshots", "--text", "text.txt", "--out", "s"]
+    student = str(asset_path("tiny_gka"))
+    align = ["align", "--teacher", "me/teacher", "--student", student, "--text", "text.txt", "--out", "s"]
     run = memmix(*align)
     assert run.exit_code == 1 and "2 processes" in run.output and "training/accelerate/cpu.yaml" in run.output
     assert "the launcher gives each process its device" in memmix(*align, "--device", "cpu").output
@@ -178,7 +180,8 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
 
 def test_trackers_are_checked_before_the_models_are_read(cached, monkeypatch):
     monkeypatch.setattr("transformers.integrations.integration_utils.is_clearml_available", lambda: False)
-    align = ["align", "--teacher", "me/teacher", "--student", "snapshots", "--text", "text.txt", "--out", "s"]
+    student = str(asset_path("tiny_gka"))
+    align = ["align", "--teacher", "me/teacher", "--student", student, "--text", "text.txt", "--out", "s"]
     run = memmix(*align, "--report-to", "nosuch")
     assert (
         run.exit_code == 1

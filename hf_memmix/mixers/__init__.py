@@ -1,8 +1,5 @@
 """The memory mixers. Importing this package registers all of them in `MIXERS`."""
 
-import importlib
-import warnings
-
 from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, register_mixer
 from .beside_window import BesideWindow, new_layer
 from .coffee import CoffeeMixer, CoffeeOptions
@@ -40,13 +37,3 @@ __all__ = [
     "new_layer",
     "register_mixer",
 ]
-
-_MOVED = ("AttentionWeights", "TensorFate")
-
-
-def __getattr__(name: str):
-    """Names that have moved to `hf_memmix.conversion`. This package imports it only here, on demand."""
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} is now hf_memmix.conversion.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module("hf_memmix.conversion"), name)

@@ -21,6 +21,8 @@ def start_beside_window(mixer: BesideWindow, attention: AttentionWeights, start:
         one fate for each of the attention's tensors, with the targets in both parts.
     """
     of_memory = {fate.field: fate for fate in start.take_over(mixer.memory, attention)}
+    if start.lengthen is not None:
+        start.lengthen(mixer.memory)
     fates = []
     for fate in start_of("window").take_over(mixer.window, attention):
         memory, targets = of_memory[fate.field], tuple(f"window.{name}" for name in fate.targets)

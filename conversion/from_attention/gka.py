@@ -17,6 +17,7 @@ from hf_memmix.conversion.from_attention.registry import starts
 
 GATE_BIAS = 0.7388  # silu of it is 0.5
 HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
+LONG_HALF_LIVES = (64.0, 2048.0)  # of a memory with a window beside it, which holds the near past
 RIDGE = 0.05  # the paper's is 0.02
 
 
@@ -27,7 +28,7 @@ def options_for(attention: AttentionWeights) -> dict:
     return own | projection_options(attention)
 
 
-@starts("gka", options=options_for)
+@starts("gka", options=options_for, lengthen=lambda mixer: start_long(mixer))
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `GKAMixer` from an attention, in place; errors and result are those of `take_projections`."""
@@ -51,8 +52,26 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
 @torch.no_grad()
 def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) -> None:
     """Give the heads of a `GKAMixer` constant half-lives in tokens, log-spaced from the first to the second."""
-    low, high = (math.log(x) for x in half_lives)
-    rate = math.log(2) / torch.linspace(low, high, mixer.heads).exp()
+    rate = math.log(2) / _log_spaced(half_lives, mixer.heads)
     mixer.a_proj.weight.zero_()
     mixer.A_log.zero_()
     mixer.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
+
+
+@torch.no_grad()
+def start_long(mixer: nn.Module) -> None:
+    """Make a `GKAMixer` that was started from attention remember for `LONG_HALF_LIVES`.
+
+    The solution x of the regression is normalised, but U q grows with the number N of tokens that are remembered. So
+    the share of the query, 1 - alpha, is 1 / (N + 1).
+    """
+    if mixer.options.use_decay:
+        start_decay(mixer, LONG_HALF_LIVES)
+        if mixer.options.use_alpha:
+            remembered = 1 / -torch.expm1(-math.log(2) / _log_spaced(LONG_HALF_LIVES, mixer.heads))
+            mixer.alpha_proj.bias.copy_(remembered.log())
+
+
+def _log_spaced(ends: tuple[float, float], count: int) -> torch.Tensor:
+    low, high = (math.log(x) for x in ends)
+    return torch.linspace(low, high, count).exp()

@@ -23,17 +23,23 @@ class Start:
 
     `options(attention)`: the options, other than the defaults, that the mixer needs to hold the weights of this
     attention. `take_over(mixer, attention)`: fills the mixer in place and returns a fate for every entry of
-    `attention.tensors()`; raises ValueError for a tensor that the mixer cannot hold.
+    `attention.tensors()`; raises ValueError for a tensor that the mixer cannot hold. `lengthen(mixer)`, if there is
+    one: makes a mixer that was started remember for longer, because a window beside it holds the near past.
     """
 
     options: Callable[[AttentionWeights], dict]
     take_over: Callable[[nn.Module, AttentionWeights], list[TensorFate]]
+    lengthen: Callable[[nn.Module], None] | None = None
 
 
 STARTS: dict[str, Start] = {}
 
 
-def starts(name: str, options: Callable[[AttentionWeights], dict] = lambda attention: {}):
+def starts(
+    name: str,
+    options: Callable[[AttentionWeights], dict] = lambda attention: {},
+    lengthen: Callable[[nn.Module], None] | None = None,
+):
     """Function decorator: make `take_over` the start of the mixer that is registered under `name`.
 
     Raises:
@@ -43,7 +49,7 @@ def starts(name: str, options: Callable[[AttentionWeights], dict] = lambda atten
     def register(take_over):
         if name in STARTS:
             raise UserError(f"the mixer {name!r} has a start from attention already; remove one of the two")
-        STARTS[name] = Start(options, take_over)
+        STARTS[name] = Start(options, take_over, lengthen)
         return take_over
 
     return register

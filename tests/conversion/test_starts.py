@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import hf_memmix.mixers
-from hf_memmix import conversion
 from hf_memmix.conversion import convert_model, starts
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention import STARTS
@@ -67,6 +65,27 @@ def test_gka_start(family, sketch_dim):
         outputs.append((U @ (q[0, t] + (solution - q[0, t]) / 2)[..., None]).flatten())
     expected = attention.o_proj(torch.stack(outputs)[None]) / 2
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_window_beside_gka_starts_as_the_attention():
+    """The window is the attention up to its size; the memory adds a little, with half-lives of 64 to 2048 tokens. The
+    query's share in a head that remembers N tokens is 1 / (N + 1), since U q grows with N.
+    """
+    attention, mixer, x, rotary = taken_over("llama", "gka", local_window=6)
+    memory, window = mixer.memory, mixer.window
+    assert (mixer.m == 0.05).all()
+    tokens, kept = memory.project(x, rotary), decays(64, 2048, 4)
+    torch.testing.assert_close(tokens["log_decay"].exp(), kept.expand(1, LENGTH, 4), rtol=1e-5, atol=0)
+    remembered = 1 / (1 - kept)
+    torch.testing.assert_close(
+        tokens["alpha"], (remembered / (remembered + 1)).expand(1, LENGTH, 4), rtol=1e-5, atol=0
+    )
+    x, rotary = x[:, :6], tuple(t[:, :6] for t in rotary)
+    mask = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    expected = attention(x, position_embeddings=rotary, attention_mask=mask)[0]
+    y, _ = window.scan(window.project(x, rotary), None)
+    torch.testing.assert_close(window.readout(y, x), expected)
 
 
 @torch.no_grad()
@@ -134,10 +153,3 @@ def test_mixers_without_a_start_are_refused_by_name(monkeypatch):
         convert_model(tiny_teacher(), "ska")
     with pytest.raises(ValueError, match="mixer 'nosuch' is unknown; registered: .*gka"):
         convert_model(tiny_teacher(), "nosuch")
-
-
-@pytest.mark.parametrize("name", ["AttentionWeights", "TensorFate"])
-def test_old_names(name):
-    with pytest.warns(DeprecationWarning, match=f"now hf_memmix.conversion.{name}"):
-        assert getattr(hf_memmix.mixers, name) is getattr(conversion, name)
-    assert not hasattr(hf_memmix.mixers, "nosuch")

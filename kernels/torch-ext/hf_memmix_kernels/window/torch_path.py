@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# not as an attribute of F: within torch's context parallelism that is attention over the tokens of all ranks, while the
+# states of a window go from rank to rank
+from torch.nn.functional import scaled_dot_product_attention
+
 from .._pages import read_pages, write_pages
 
 SMALLEST_BLOCK = 64  # queries; shorter blocks would waste the time of a matrix product
@@ -43,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None 
     """
     grouped = q.shape[1] != k.shape[1]
     if scores.softcap is None and scores.sink_logits is None:
-        return F.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=grouped
         )
     if grouped:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# not as an attribute of F: within torch's context parallelism that is attention over the tokens of all ranks, while the
+# not as an attribute of F: within torch's context parallelism that is attention over the tokens of all ranks, but the
 # states of a window go from rank to rank
 from torch.nn.functional import scaled_dot_product_attention
 

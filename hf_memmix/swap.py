@@ -61,13 +61,18 @@ def swap_feed_forward(base: nn.Module, config):
             setattr(layer, _name_of("feed-forward", layer, backbone_of(config).feed_forward), feed_forward)
 
 
+def modules_of(model: nn.Module, kinds: tuple[type, ...]) -> dict[str, nn.Module]:
+    """The modules of some kinds by their paths; of a module that holds others of these kinds, only itself."""
+    found = {}
+    for path, module in model.named_modules():  # a module stands before those that it holds
+        if isinstance(module, kinds) and path.rpartition(".")[0] not in found:
+            found[path] = module
+    return found
+
+
 def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:
     """The mixers of a model by layer index; of a mixer that holds others, only itself."""
-    found = {}
-    for module in model.modules():  # a module stands before those that it holds
-        if isinstance(module, MemoryMixer):
-            found.setdefault(module.layer_idx, module)
-    return found
+    return {module.layer_idx: module for module in modules_of(model, (MemoryMixer,)).values()}
 
 
 def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict):

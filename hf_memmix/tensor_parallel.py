@@ -23,6 +23,7 @@ from .backbones import backbone_of
 from .errors import UserError
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .mixers.tp_plan import Cut, divide
+from .swap import modules_of
 
 if dist.is_available():  # it is not in every build of torch
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -98,10 +99,9 @@ class DividedModule:
         self.module, self.mesh, self.ranks, self.group = module, mesh, mesh.size(), mesh.get_group()
         plan = module.tp_plan(self.ranks)
         self.cuts: dict[str, Cut] = plan.cuts(module)
-        # the parameters that forward replaces; not the biases of `rows`, which are added after the sum and therefore
-        # have complete gradients
-        row_biases = {f"{name}.bias" for name in plan.rows}
-        paths = [path for path, _ in module.named_parameters() if path not in row_biases]
+        # the parameters that forward replaces; not those that act after the sum and therefore have complete gradients
+        complete = {*plan.after_sums, *(f"{name}.bias" for name in plan.rows)}
+        paths = [path for path, _ in module.named_parameters() if path not in complete]
         self.parameters = [(*self._owner(path), self.cuts.get(path)) for path in paths]
         for path, cut in self.cuts.items():
             if cut.is_even(self.ranks):  # the other parameters are loaded as a whole, and `finish` cuts them
@@ -197,7 +197,7 @@ def divided_modules(model: nn.Module) -> dict[str, DividedModule]:
 @contextlib.contextmanager
 def replaced_by_identity(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[dict[str, nn.Module]]:
     """In this block, the model has nn.Identity in place of its modules of these classes. Yields them by their path."""
-    found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+    found = modules_of(model, kinds)
     for path in found:
         model.set_submodule(path, nn.Identity())
     try:
@@ -307,10 +307,9 @@ class TensorParallelModel(DistributionHooks):
         divided = divided_modules(self)
         for module in divided.values():
             module.finish()
-        for path, module in self.named_modules():
-            if isinstance(module, MemoryMixer):
-                with divided[path].local_parameters() if path in divided else contextlib.nullcontext():
-                    yield module
+        for path, module in modules_of(self, (MemoryMixer,)).items():
+            with divided[path].local_parameters() if path in divided else contextlib.nullcontext():
+                yield module
 
     def whole_tensors(self, tensors):
         return whole_tensors(self, tensors)

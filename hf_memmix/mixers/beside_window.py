@@ -145,7 +145,7 @@ class BesideWindow(MemoryMixer):
             return {f"{n}.{path}": v for n, plan in plans.items() for path, v in getattr(plan, field).items()}
 
         return TensorParallelPlan(
-            ranks, of("columns"), of("rows"), by_path("parameters"), by_path("sizes"), of("wide_norms")
+            ranks, of("columns"), of("rows"), by_path("parameters"), by_path("sizes"), of("wide_norms"), ("m",)
         )
 
 

@@ -83,6 +83,8 @@ class TensorParallelPlan:
         parameters: the cuts of all other divided parameters, by their path.
         sizes: the values on each rank of attributes of the module, by their path. `divide` sets them.
         wide_norms: norms over all heads or channels, whose mean square is an average over the ranks.
+        after_sums: whole parameters that act on the sum over the ranks, so each rank has their complete gradients. The
+            biases of `rows` are such parameters without being named.
     """
 
     ranks: int
@@ -91,6 +93,7 @@ class TensorParallelPlan:
     parameters: dict[str, Cut] = dataclasses.field(default_factory=dict)
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     wide_norms: tuple[str, ...] = ()
+    after_sums: tuple[str, ...] = ()
 
     def cuts(self, module: nn.Module) -> dict[str, Cut]:
         """The cuts of all divided parameters, also of the linear layers. `module` still has its whole parameters."""

@@ -28,7 +28,7 @@ VALUES = {
     "coffee": {"conv_activation": [None], "method": ["scan", "shooting"]},
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
-    "window": {"window": [1, 64], "sinks": [1, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},
+    "window": {"window": [2, 64], "sinks": [1, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},
 }
 # options of every memory
 OF_MEMORIES = {"local_window": [4]}

@@ -113,7 +113,7 @@ def test_heads_tied_and_untied(family, tied, tmp_path):
 @pytest.mark.parametrize("family", ("llama", "gpt_neox"))
 def test_half_precision(family, layout, tmp_path):
     """Loaded in bf16 or fp16 the decay parameters stay fp32, and the model runs, pads and generates."""
-    model = tiny_model(family, layout)
+    model = build(tiny_config(family, layout))
     model.save_pretrained(tmp_path)
     expected = model(IDS).logits
     for dtype in (torch.bfloat16, torch.float16):

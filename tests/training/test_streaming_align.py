@@ -498,7 +498,7 @@ def test_a_process_that_ends_does_not_leave_the_other_one_waiting(tmp_path, whol
         spool.write_sealed = nth(2, spool.write_sealed, ACT)
     """
     returned, last = two_by_hand(tmp_path, "import errno\n" + textwrap.dedent(body).replace("ACT", ends))
-    assert returned == codes and f"ValueError: {told}" in last[1]
+    assert returned == codes and f"UserError: {told}" in last[1]
     student, teacher = copied
     align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=6, **OPTIONS)
     assert contents(tmp_path / "out") == contents(whole[0] / "out")  # nothing is locked or broken

@@ -21,7 +21,7 @@ from vllm.model_executor.models.transformers import (
 from ..._transformers import load_every_tensor
 from ...backbones import backbone_of
 from ...mixers import FeedForward, MemoryMixer
-from ...swap import decoder_layers, swap_attention, swap_feed_forward
+from ...swap import decoder_layers, modules_of, swap_attention, swap_feed_forward
 from .compat import KeptAttention
 from .config import mixers_of, original_config
 from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape, page_sizes
@@ -102,10 +102,7 @@ class MemMixMixin(KeptAttention):
             # they pass on padding and packing, which do not exist here
             layer._forward_pre_hooks.clear()
             layer._forward_pre_hooks_with_kwargs.clear()
-        own = {path: module for path, module in base.named_modules() if isinstance(module, (MemoryMixer, FeedForward))}
-        own = {
-            path: module for path, module in own.items() if path.rpartition(".")[0] not in own
-        }  # no parts of mixers
+        own = modules_of(base, (MemoryMixer, FeedForward))
         for path in own:
             base.set_submodule(path, nn.Identity())
         super().recursive_replace()

@@ -113,7 +113,8 @@ def test_heads_tied_and_untied(family, tied, tmp_path):
 @pytest.mark.parametrize("family", ("llama", "gpt_neox"))
 def test_half_precision(family, layout, tmp_path):
     """Loaded in bf16 or fp16 the decay parameters stay fp32, and the model runs, pads and generates."""
-    model = build(tiny_config(family, layout))
+    # two layers: four random ones multiply the rounding of bf16 by so much that processors differ
+    model = build(tiny_config(family, layout, num_hidden_layers=2))
     model.save_pretrained(tmp_path)
     expected = model(IDS).logits
     for dtype in (torch.bfloat16, torch.float16):

@@ -11,8 +11,8 @@ ANY_VERSION = "HF_MEMMIX_ANY_VERSION"  # environment variable, for developers: "
 
 # The first release that works and the first one that is refused, as (major, minor); a test compares them with
 # pyproject.toml. transformers has an upper end, because hf_memmix overrides private methods of it: a release that
-# moves one of them may generate wrong text without an error. torch has none: nothing private of it is overridden, so
-# what a release takes away raises an error where it is used. The newest torch in the tests is 2.15.
+# moves one of them may generate wrong text without an error. torch has no upper end: nothing private of it is
+# overridden, so what a release takes away raises an error where it is used. CI runs the torch of constraints.txt.
 RANGES: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "torch": ((2, 11), None),
     "transformers": ((5, 17), (5, 25)),

@@ -3,8 +3,7 @@
     out = window(x) + m * memory(x)        m [hidden], learned
 
 The window has its own projections. It reads the near past exactly, so the memory needs to hold only what lies further
-back. Same layout: B'MOJO (Zancato et al., arXiv:2407.06324) and Samba's layers side by side (Ren et al.,
-arXiv:2406.07522).
+back. B'MOJO (Zancato et al., arXiv:2407.06324) has the same layout.
 
 Shapes: B batch, T tokens, H query heads, D head size.
 """

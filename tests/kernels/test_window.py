@@ -162,7 +162,7 @@ def test_a_row_ends_at_its_length(size):
 
 
 def test_memory_is_linear_in_the_number_of_tokens(monkeypatch):
-    """No mask, and no other tensor, has as many elements as there are pairs of a query and a key."""
+    """No tensor has an element for each pair of a query and a key."""
     largest = {}
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._common import compute_dtype
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
 from .kernels.backward import window_bwd_kernel_dkv, window_bwd_kernel_dq
@@ -44,7 +45,7 @@ def window_fwd_triton(
     """o [B, T, H, D] and, per head and query [B, H, T], the logarithm to base 2 of the sum of e^scores."""
     (B, T, H, D) = q.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
+    o, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=compute_dtype(q.dtype))
     sizes, strides, options = _shared(q, k, firsts)
     tiles = _tiles(q, D, 128, 64, 8 if D > 64 else 4, 3)
     window_fwd_kernel[(cdiv(T, tiles["BM"]), H, B)](

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, check_heads
+from .._common import check_cu_seqlens, check_heads, compute_dtype
 from .._dispatch import use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, module, step_op
@@ -33,7 +33,7 @@ def _fwd(
 
 @_fwd.register_fake
 def _(q, k, v, firsts, window, scale, softcap):
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 

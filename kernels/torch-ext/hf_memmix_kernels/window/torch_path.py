@@ -18,6 +18,7 @@ from torch import Tensor
 # states of a window go from rank to rank
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._common import compute_dtype
 from .._pages import read_pages, write_pages
 
 SMALLEST_BLOCK = 64  # queries; shorter blocks would waste the time of a matrix product
@@ -58,7 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None 
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    wide = compute_dtype(logits.dtype)
     if scores.sink_logits is not None:
         sink = scores.sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, sink], -1).softmax(-1, dtype=wide)[..., :-1]
@@ -114,8 +115,7 @@ def window_fwd_torch(
         past, (k, v) = ([part[i] for part in parts] for i in (0, 1))
         seen = window - 1 - firsts[:, 0]
         o = _in_blocks(q, k, v, past, None, seen, None, window, 0, scores, False)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return o.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide)
+    return o.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
 
 
 def window_bwd_torch(

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..._recorder import launched
+from .tiles import capped
 
 
 @launched
@@ -37,9 +38,7 @@ def window_step_kernel(
     b_k = tl.load(k + i_b * s_k + i_h * D + o_d, mask=m_d, other=0)
     b_v = tl.load(v + i_b * s_v + i_h * D + o_d, mask=m_d, other=0)
     # the token itself first: what the slots hold of it cannot be read in the program that writes it
-    b_m = tl.sum(b_q.to(ACC) * b_k.to(ACC)[None, :], 1) * scale
-    if softcap is not None:
-        b_m = softcap * (2 / (1 + tl.exp(-2 * b_m / softcap)) - 1)
+    b_m = capped(tl.sum(b_q.to(ACC) * b_k.to(ACC)[None, :], 1) * scale, softcap)
     b_l = tl.full([BG], 1, ACC)
     b_o = tl.zeros([BG, BD], ACC) + b_v.to(ACC)[None, :]
     if sink_logits is not None:
@@ -54,9 +53,7 @@ def window_step_kernel(
         place = (slot.to(tl.int64) * HK + i_h)[:, None] * D + o_d
         c_k = tl.load(p_k + place, mask=m_n[:, None] & m_d, other=0).to(b_q.dtype)
         c_v = tl.load(p_v + place, mask=m_n[:, None] & m_d, other=0).to(b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(c_k), input_precision=PRECISION, out_dtype=ACC) * scale
-        if softcap is not None:
-            b_s = softcap * (2 / (1 + tl.exp(-2 * b_s / softcap)) - 1)
+        b_s = capped(tl.dot(b_q, tl.trans(c_k), input_precision=PRECISION, out_dtype=ACC) * scale, softcap)
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
         largest = tl.maximum(b_m, tl.max(b_s, 1))
         b_p = tl.exp(b_s - largest[:, None])

@@ -1,4 +1,4 @@
-"""Scores and masks of a tile of queries and keys: device code of the forward and the backward pass."""
+"""Scores and masks of a tile of queries and keys: device code of all passes."""
 
 import triton
 import triton.language as tl

@@ -27,16 +27,25 @@ def encode(text: str, tokenizer) -> list[int]:
 
 
 def cut_rows(parts: Iterable[list[int]], length: int, beginning: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """As `cut_marked_rows`, without marks: yields the tokens of each row and their positions."""
+    for tokens, positions, _ in cut_marked_rows(((part, part) for part in parts), length, beginning):
+        yield tokens, positions
+
+
+def cut_marked_rows(
+    parts: Iterable[tuple[list[int], list]], length: int, beginning: list[int]
+) -> Iterator[tuple[list[int], list[int], list]]:
     """Joins `parts` and cuts them into rows. Tokens that fill no row come last, in a shorter row.
 
     Args:
-        parts: the tokens of each document, which begin as the tokenizer begins a text.
+        parts: for each document its tokens, which begin as the tokenizer begins a text, and a mark of each token.
         length: tokens per row.
-        beginning: what is put before a row that does not begin so: it is cut in the middle of a part.
+        beginning: what is put before a row that does not begin so: it is cut in the middle of a part. These tokens
+            have the mark 0.
 
     Yields:
-        tokens of a row, and their positions: they start at 0 with every part, and with the rest of a part that
-        continues in the next row.
+        tokens of a row; their positions, which start at 0 with every part, and with the rest of a part that continues
+        in the next row; and their marks.
 
     Raises:
         ValueError: a row has no room for text behind `beginning`.
@@ -46,18 +55,20 @@ def cut_rows(parts: Iterable[list[int]], length: int, beginning: list[int]) -> I
             f"rows of {length} tokens have no room behind the {len(beginning)} tokens that begin a text;"
             " give a larger block_size"
         )
-    tokens, positions = [], []
-    for part in parts:
+    tokens, positions, marks = [], [], []
+    for part, marks_of_part in parts:
         at = 0
         while at < len(part):
             begins = bool(tokens) or part[at : at + len(beginning)] == beginning
             head = [] if begins else beginning
-            piece = head + part[at : at + length - len(tokens) - len(head)]
+            end = at + length - len(tokens) - len(head)
+            piece = head + part[at:end]
+            marks += [0] * len(head) + marks_of_part[at:end]
             at += len(piece) - len(head)
             tokens += piece
             positions += range(len(piece))
             if len(tokens) == length:
-                yield tokens, positions
-                tokens, positions = [], []
+                yield tokens, positions, marks
+                tokens, positions, marks = [], [], []
     if tokens:
-        yield tokens, positions
+        yield tokens, positions, marks

@@ -4,7 +4,7 @@ import functools
 import random
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_memmix.conversion.families import extract_attention
@@ -97,6 +97,29 @@ def bos_tokenizer():
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
+    return tokenizer
+
+
+# turns as the templates of SmolLM2 and Qwen write them; MARKED tells which tokens are answers
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}" + PROMPT
+)
+MARKED = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}
+{{- m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}
+{%- endfor %}"""
+MARKED += PROMPT
+
+
+def chat_tokenizer(template=CHAT):
+    """A tokenizer of bytes with a chat template, for models with a vocabulary of 300."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    core = Tokenizer(models.BPE(vocab | {"Ġt": 259, "he": 260}, [("Ġ", "t"), ("h", "e")]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<|endoftext|>", **names)
+    tokenizer.chat_template = template
     return tokenizer
 
 

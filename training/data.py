@@ -7,6 +7,10 @@ row, its rest is treated as a new document in the next row.
 Documents begin as the tokenizer begins a text, e.g. with BOS. `bos` says what a row begins with that is cut in the
 middle of a document: "rows": with the same tokens, as every text does that the student will read; "documents": with
 the next token of the document.
+
+A text ends with the end-of-sequence token, unless the chat template ends a turn with it: then a model would learn to
+end its turn with a document. A conversation is what the template makes of it. With `loss` "answers", the tokens of the
+assistant alone count, and rows without any are left out.
 """
 
 import hashlib
@@ -18,27 +22,45 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
+from hf_memmix.conversion.text_rows import beginning_of, cut_marked_rows, encode
 from hf_memmix.errors import UserError
-from hf_memmix.training.recipe import check_bos
-from hf_memmix.training.text_files import documents, list_of
+from hf_memmix.training.chat_rows import answer_tokens, chat_tokens, ends_a_turn
+from hf_memmix.training.recipe import check_bos, check_loss
+from hf_memmix.training.text_files import Conversation, documents, list_of
 
 __all__ = ["StreamedBlocks", "TokenBlocks", "tokenize_files", "tokenizer_hash"]
 
 Sources = str | Path | Iterable[str | Path]
 
 
-def tokenize_documents(sources: Sources, tokenizer) -> Iterator[list[int]]:
-    """The tokens of each document in order, as the tokenizer begins a text, with the end-of-sequence token if any."""
-    beginning, end = beginning_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def tokenize_documents(
+    sources: Sources, tokenizer, field: str | None = None, loss: str = "all"
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """For each document in order its tokens, and whether the loss counts the prediction that follows each of them.
+
+    Raises:
+        ValueError: a source cannot be read; or, with the loss of answers, a document has no answer.
+    """
+    beginning, eos = beginning_of(tokenizer), tokenizer.eos_token_id
+    end = [] if eos is None or ends_a_turn(tokenizer) else [eos]
     for source in list_of(sources):
-        for text in documents(source):
-            yield beginning + encode(text, tokenizer) + end
+        for document in documents(source, field):
+            if isinstance(document, Conversation) and loss == "answers":
+                tokens, answers = answer_tokens(document, tokenizer)
+                yield tokens, [*answers[1:], False]
+                continue
+            if loss == "answers":
+                raise UserError(f"{str(source)!r} holds text without turns, but only answers count; give --loss all")
+            if isinstance(document, Conversation):
+                tokens = chat_tokens(document, tokenizer)
+            else:
+                tokens = beginning + encode(document, tokenizer) + end
+            yield tokens, [True] * len(tokens)
 
 
-def tokenize_files(files: Sources, tokenizer) -> Tensor:
+def tokenize_files(files: Sources, tokenizer, field: str | None = None) -> Tensor:
     """All tokens of the files in order, [N] int64; see `tokenize_documents`."""
-    return torch.tensor([token for tokens in tokenize_documents(files, tokenizer) for token in tokens])
+    return torch.tensor([token for tokens, _ in tokenize_documents(files, tokenizer, field) for token in tokens])
 
 
 def tokenizer_hash(tokenizer) -> str:
@@ -49,22 +71,40 @@ def tokenizer_hash(tokenizer) -> str:
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
-def _rows(sources: Sources, tokenizer, block_size: int, bos: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tokens and positions [block_size] of all full rows."""
+def _rows(
+    sources: Sources, tokenizer, block_size: int, pack: bool, bos: str, field: str | None, loss: str
+) -> Iterator[dict[str, Tensor]]:
+    """All full rows: `input_ids`, `position_ids` if packed, `loss_mask` if only answers count; [block_size] each."""
     check_bos(bos)
+    check_loss(loss)
     beginning = beginning_of(tokenizer) if bos == "rows" else []
-    for tokens, positions in cut_rows(tokenize_documents(sources, tokenizer), block_size, beginning):
-        if len(tokens) == block_size:
-            yield torch.tensor(tokens), torch.tensor(positions)
+    parts = tokenize_documents(sources, tokenizer, field, loss)
+    for tokens, positions, counted in cut_marked_rows(parts, block_size, beginning):
+        if len(tokens) < block_size or not any(counted):
+            continue
+        row = {"input_ids": torch.tensor(tokens)}
+        if pack:
+            row["position_ids"] = torch.tensor(positions)
+        if loss == "answers":
+            row["loss_mask"] = torch.tensor(counted, dtype=torch.bool)
+        yield row
 
 
 class TokenBlocks(Dataset):
     """Rows of a token stream [N]: item i is `{"input_ids": [block_size]}`. Tokens that fill no row are left out.
 
-    With `positions` [rows, block_size] (packed documents) an item also has `"position_ids"`.
+    With `positions` [rows, block_size] (packed documents) an item also has `"position_ids"`, and with
+    `loss_mask` [rows, block_size], which is true where the prediction of the next token counts, `"loss_mask"`.
     """
 
-    def __init__(self, tokens: Tensor, block_size: int, positions: Tensor | None = None, tokenizer: str = ""):
+    def __init__(
+        self,
+        tokens: Tensor,
+        block_size: int,
+        positions: Tensor | None = None,
+        tokenizer: str = "",
+        loss_mask: Tensor | None = None,
+    ):
         _check_block_size(block_size)
         if len(tokens) < block_size:
             raise UserError(
@@ -72,27 +112,44 @@ class TokenBlocks(Dataset):
             )
         count = len(tokens) // block_size
         self.blocks = tokens[: count * block_size].view(count, block_size)
-        self.positions, self.tokenizer = positions, tokenizer
+        self.positions, self.tokenizer, self.loss_mask = positions, tokenizer, loss_mask
 
     @classmethod
     def from_files(
-        cls, files: Sources, tokenizer, block_size: int, pack: bool = False, bos: str = "rows"
+        cls,
+        files: Sources,
+        tokenizer,
+        block_size: int,
+        pack: bool = False,
+        bos: str = "rows",
+        field: str | None = None,
+        loss: str = "all",
     ) -> "TokenBlocks":
-        """Rows of local files.
+        """Rows of the sources that `text_files.documents` reads.
 
         Args:
             pack: rows also have position ids that start at 0 in every document.
             bos: what begins as the tokenizer begins a text: all "rows", or only "documents".
+            field: name of the field of a row that holds its text or its messages; None: `text` or `messages`.
+            loss: what counts: "all" tokens, or only those of "answers".
 
         Raises:
-            ValueError: the files fill no row, or cannot be read.
+            ValueError: the files fill no row, or cannot be read; see also `tokenize_documents`.
         """
         _check_block_size(block_size)
-        rows = list(_rows(files, tokenizer, block_size, bos))
+        rows = list(_rows(files, tokenizer, block_size, pack, bos, field, loss))
+        if not rows and loss == "answers":
+            raise UserError(f"no block of {block_size} tokens has an answer; give more text or a smaller block")
         if not rows:
-            return cls(tokenize_files(files, tokenizer), block_size)  # raises
-        tokens, positions = (torch.stack(column) for column in zip(*rows, strict=True))
-        return cls(tokens.flatten(), block_size, positions if pack else None, tokenizer_hash(tokenizer))
+            return cls(tokenize_files(files, tokenizer, field), block_size)  # raises
+        columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        positions, mask = columns.get("position_ids"), columns.get("loss_mask")
+        return cls(columns["input_ids"].flatten(), block_size, positions, tokenizer_hash(tokenizer), mask)
+
+    @property
+    def loss(self) -> str:
+        """What counts: "all" tokens, or those of "answers"."""
+        return "all" if self.loss_mask is None else "answers"
 
     @property
     def block_size(self) -> int:
@@ -115,14 +172,16 @@ class TokenBlocks(Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = {"input_ids": self.blocks[index]}
-        return row if self.positions is None else row | {"position_ids": self.positions[index]}
+        row = {"input_ids": self.blocks, "position_ids": self.positions, "loss_mask": self.loss_mask}
+        return {name: column[index] for name, column in row.items() if column is not None}
 
     def fingerprint(self) -> str:
-        """A hash of block size, tokens and boundaries, the same on every machine."""
+        """A hash of block size, tokens, boundaries and counted tokens, the same on every machine."""
         data = self.blocks.numpy().astype("<i8").tobytes()
         if self.positions is not None:
             data += self.positions.numpy().astype("<i8").tobytes()
+        if self.loss_mask is not None:
+            data += self.loss_mask.numpy().tobytes()
         return hashlib.sha256(data + str(self.block_size).encode()).hexdigest()[:16]
 
 
@@ -133,10 +192,21 @@ class StreamedBlocks(IterableDataset):
     files before.
     """
 
-    def __init__(self, sources: Sources, tokenizer, block_size: int, pack: bool = False, bos: str = "rows"):
+    def __init__(
+        self,
+        sources: Sources,
+        tokenizer,
+        block_size: int,
+        pack: bool = False,
+        bos: str = "rows",
+        field: str | None = None,
+        loss: str = "all",
+    ):
         _check_block_size(block_size)
         check_bos(bos)
+        check_loss(loss)
         self.sources, self._tokenizer, self.pack, self.bos = list_of(sources), tokenizer, pack, bos
+        self.field, self.loss = field, loss
         self.block_size, self.tokenizer, self.vocabulary = block_size, tokenizer_hash(tokenizer), None
 
     def check_vocabulary(self, size: int) -> None:
@@ -147,10 +217,10 @@ class StreamedBlocks(IterableDataset):
         """As `TokenBlocks.document_lengths`, of the first documents only."""
         if not self.pack:
             return torch.tensor([self.block_size])
-        return torch.tensor([min(len(part), self.block_size) for part in self._first_documents()])
+        return torch.tensor([min(len(tokens), self.block_size) for tokens, _ in self._first_documents()])
 
-    def _first_documents(self) -> list[list[int]]:
-        return list(islice(tokenize_documents(self.sources, self._tokenizer), 64))
+    def _first_documents(self) -> list[tuple[list[int], list[bool]]]:
+        return list(islice(tokenize_documents(self.sources, self._tokenizer, self.field, self.loss), 64))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
@@ -163,15 +233,17 @@ class StreamedBlocks(IterableDataset):
 
     def one_pass(self) -> Iterator[dict[str, Tensor]]:
         """All rows once."""
-        for tokens, positions in _rows(self.sources, self._tokenizer, self.block_size, self.bos):
+        options = (self.pack, self.bos, self.field, self.loss)
+        for row in _rows(self.sources, self._tokenizer, self.block_size, *options):
             if self.vocabulary is not None:
-                _check_vocabulary(tokens, self.vocabulary)
-            yield {"input_ids": tokens} | ({"position_ids": positions} if self.pack else {})
+                _check_vocabulary(row["input_ids"], self.vocabulary)
+            yield row
 
     def fingerprint(self) -> str:
-        """A hash of block size, `bos`, tokenizer, names and sizes of the sources and their first 64 documents."""
+        """A hash of the options, tokenizer, names and sizes of the sources and their first 64 documents."""
         sizes = [(str(s), Path(s).stat().st_size if Path(s).is_file() else None) for s in self.sources]
-        content = repr((self.block_size, self.pack, self.bos, self.tokenizer, sizes, self._first_documents()))
+        how = (self.block_size, self.pack, self.bos, self.field, self.loss)
+        content = repr((how, self.tokenizer, sizes, self._first_documents()))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

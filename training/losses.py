@@ -63,6 +63,8 @@ def chunked_forward_kl(
 ) -> Tensor:
     """Mean forward KL per token from the last hidden states [B, T, d] and the heads d -> V, as a scalar.
 
+    `mask` [B, T] is 1 at the tokens that count. All processes divide by the same mean of their numbers, so the mean of
+    their losses is that over all of these tokens.
     Only the logits of `chunk_tokens` tokens are in memory at a time: they are freed in the forward pass and computed
     again in the backward pass. So the memory is a few fp32 tensors of size `chunk_tokens * V` instead of `B * T * V`.
     The gradients are those of the loss without chunks.
@@ -78,8 +80,7 @@ def chunked_forward_kl(
         return kl.sum() if weight_chunk is None else (kl * weight_chunk).sum()
 
     loss = _sum_over_chunks(total, chunk_tokens, student_hidden, teacher_hidden, weight)
-    count = student_hidden.shape[0] if weight is None else weight.sum().clamp_min(1.0)
-    return loss / count
+    return loss / _count(student_hidden, weight)
 
 
 def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,6 +118,7 @@ def chunked_top_k_kl(
     teacher_log_probs: Tensor,
     teacher_ids: Tensor,
     teacher_log_rest: Tensor,
+    mask: Tensor | None = None,
     chunk_tokens: int = 2048,
 ) -> Tensor:
     """Mean `top_k_kl` per token of hidden states [B, T, d], without full logits, see `chunked_forward_kl`.
@@ -124,12 +126,20 @@ def chunked_top_k_kl(
     `teacher_log_probs` and `teacher_ids` [B, T, k] and `teacher_log_rest` [B, T] are what `top_k_of` gives.
     """
 
-    def total(hidden: Tensor, *targets: Tensor) -> Tensor:
-        return top_k_kl(student_head(hidden), *targets).sum()
+    weight = None if mask is None else mask.flatten().to(torch.float32)
 
-    tensors = (student_hidden, teacher_log_probs, teacher_ids)
-    flat = [tensor.flatten(0, -2) for tensor in tensors]
-    return _sum_over_chunks(total, chunk_tokens, *flat, teacher_log_rest.flatten()) / flat[0].shape[0]
+    def total(hidden: Tensor, weight_chunk: Tensor | None, *targets: Tensor) -> Tensor:
+        kl = top_k_kl(student_head(hidden), *targets)
+        return kl.sum() if weight_chunk is None else (kl * weight_chunk).sum()
+
+    hidden, log_probs, ids = (x.flatten(0, -2) for x in (student_hidden, teacher_log_probs, teacher_ids))
+    loss = _sum_over_chunks(total, chunk_tokens, hidden, weight, log_probs, ids, teacher_log_rest.flatten())
+    return loss / _count(hidden, weight)
+
+
+def _count(hidden: Tensor, weight: Tensor | None) -> Tensor | int:
+    """The number of tokens that count, of hidden states [N, d]; a mean over the processes if some do not count."""
+    return hidden.shape[0] if weight is None else mean_over_processes(weight.sum()).clamp_min(1e-12)
 
 
 def _log_rest(log_p: Tensor, ids: Tensor) -> Tensor:

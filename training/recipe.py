@@ -15,6 +15,7 @@ STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
 QUANTIZED = ("none", "4bit", "8bit")
 BOS = ("rows", "documents")
+LOSSES = ("all", "answers")
 # least and largest value of each number but the rates, which lie in [0, 1)
 BOUNDS = {
     "steps": (1, 10**9),
@@ -60,6 +61,7 @@ class Recipe:
     bos: what begins as the tokenizer begins a text, for a tokenizer that adds BOS. "rows": every row, also one that
         is cut in the middle of a document, because a student that generates always reads BOS first; "documents":
         documents alone.
+    loss: the tokens that count: "all", or those that the assistant says in conversations ("answers").
     stream: read the data during training instead of loading all tokens first.
     trainer: further TrainingArguments of transformers, by name.
     """
@@ -85,6 +87,7 @@ class Recipe:
     gradient_checkpointing: bool = False
     pack: bool = False
     bos: str = "rows"
+    loss: str = "all"
     stream: bool = False
     save_every: int = 0
     seed: int = 0
@@ -133,6 +136,7 @@ class Recipe:
                     f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
                 )
         check_bos(self.bos)
+        check_loss(self.loss)
         if self.layers not in ("", "all") and self.stage != "align":
             raise UserError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:
@@ -167,6 +171,12 @@ def check_bos(bos: str) -> None:
     """Raise ValueError if it is none of `BOS`."""
     if bos not in BOS:
         raise UserError(f"bos is {bos!r}; it must be one of {', '.join(BOS)}")
+
+
+def check_loss(loss: str) -> None:
+    """Raise ValueError if it is none of `LOSSES`."""
+    if loss not in LOSSES:
+        raise UserError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
 
 
 def _check_group(row) -> None:

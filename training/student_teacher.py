@@ -22,7 +22,8 @@ from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean
 class StudentTeacher(WrappedByUnits, nn.Module):
     """A student that is trained and a frozen teacher (or None). `forward` returns `{"loss": mean over tokens}`.
 
-    All rows have the same number of tokens, so the mean over processes is the mean over all tokens.
+    All rows have the same number of tokens, or the processes divide by the same number of those that count: the mean
+    over processes is that over all tokens.
     """
 
     main_input_name = "input_ids"
@@ -57,7 +58,9 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> dict[str, Tensor]:
-        """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document."""
+        """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document. Among `targets`, `loss_mask`
+        [B, T] is true at the tokens that count.
+        """
         with self.autocast(input_ids.device):
             return {"loss": self.loss(input_ids, position_ids, **targets).float()}
 
@@ -88,13 +91,13 @@ class AlignStudentTeacher(StudentTeacher):
     def units(self):
         return iter(self.mixers.values())
 
-    def loss(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    def loss(self, input_ids: Tensor, position_ids: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
         pairs: list[tuple[Tensor, Tensor]] = []
         run_teacher_forced(
             self.teacher,
             self.plain_student,
             input_ids,
-            lambda layer, ours, theirs: pairs.append(squares(ours, theirs)),
+            lambda layer, ours, theirs: pairs.append(squares(ours, theirs, loss_mask)),
             position_ids=position_ids,
             layers=self.layers,
             checkpointing=self.checkpointing,
@@ -124,12 +127,15 @@ class DistillStudentTeacher(StudentTeacher):
     def units(self):
         return iter(decoder_layers(self.student))
 
-    def loss(self, input_ids: Tensor, position_ids: Tensor | None, **targets: Tensor) -> Tensor:
+    def loss(
+        self, input_ids: Tensor, position_ids: Tensor | None, loss_mask: Tensor | None = None, **targets: Tensor
+    ) -> Tensor:
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        counted = {"mask": loss_mask, "chunk_tokens": self.chunk_tokens}
         ours = self.student.base_model(**inputs).last_hidden_state
         if self.teacher is None:
-            return chunked_top_k_kl(ours, self.student_head, **targets, chunk_tokens=self.chunk_tokens)
+            return chunked_top_k_kl(ours, self.student_head, **targets, **counted)
         boundaries = packing_of(None, None, position_ids, *input_ids.shape)
         with torch.no_grad(), separate_documents(decoder_layers(self.teacher), boundaries):
             theirs = self.teacher.base_model(**inputs).last_hidden_state
-        return chunked_forward_kl(ours, theirs, self.student_head, self.teacher_head, chunk_tokens=self.chunk_tokens)
+        return chunked_forward_kl(ours, theirs, self.student_head, self.teacher_head, **counted)

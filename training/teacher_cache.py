@@ -38,6 +38,7 @@ from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 META_FILE = "teacher_cache.json"
 FORMAT = 2  # 1: without hashes of its files, of texts without the tokens that the tokenizer puts before a document
 AGAIN = "write the cache with memmix cache-teacher"
+READ = ("input_ids", "position_ids")  # what the teacher reads of a row
 TENSORS = ("log_probs", "ids", "log_rest")
 
 
@@ -104,7 +105,9 @@ def write_cache(
                 continue
             for start in range(first, last, batch_size):
                 rows = [data[i] for i in range(start, min(start + batch_size, last))]
-                inputs = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+                inputs = {
+                    name: torch.stack([row[name] for row in rows]).to(device) for name in READ if name in rows[0]
+                }
                 boundaries = packing_of(None, None, inputs.get("position_ids"), *inputs["input_ids"].shape)
                 with separate_documents(decoder_layers(teacher), boundaries):
                     hidden = teacher.base_model(**inputs, use_cache=False).last_hidden_state
@@ -211,6 +214,10 @@ class CachedBlocks(Dataset):
     @property
     def block_size(self) -> int:
         return self.data.block_size
+
+    @property
+    def loss(self) -> str:
+        return self.data.loss
 
     def check_vocabulary(self, size: int) -> None:
         """As `TokenBlocks.check_vocabulary`."""

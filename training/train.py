@@ -214,6 +214,10 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"
             " data with blocks of this size"
         )
+    if data.loss != recipe.loss:
+        raise UserError(
+            f"the data count {data.loss} tokens, but loss of the recipe is {recipe.loss}; give one of them"
+        )
     workers = recipe.trainer.get("dataloader_num_workers", 0)
     if isinstance(data, StreamedBlocks) and workers > 1:
         raise UserError(

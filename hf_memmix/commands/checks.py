@@ -66,12 +66,12 @@ def layers_of(folder: Path) -> int:
     return read_config(folder).num_hidden_layers
 
 
-def check_texts(texts: Iterable[Path]) -> None:
-    """Raise UserError unless all text files exist; data sets of the Hub are not asked for."""
+def check_texts(texts: Iterable[Path], field: str | None = None) -> None:
+    """Raise UserError unless all text files exist, and have fields if one is named. The Hub is not asked."""
     from hf_memmix.training.text_files import check_source
 
     for text in texts:
-        check_source(text)
+        check_source(text, field)
 
 
 def check_device(device: str | None) -> None:

@@ -34,7 +34,22 @@ DeviceMap = Annotated[
 Teacher = Annotated[Path, typer.Option(help="The transformer that was converted: a folder or a Hub id.")]
 Student = Annotated[Path, typer.Option(help="The converted model: a folder or a Hub id.")]
 Texts = Annotated[
-    list[Path], typer.Option(help="Text, .jsonl or .parquet file, or hub:NAME with a streaming recipe; repeatable.")
+    list[Path],
+    typer.Option(
+        help="Text, .jsonl, .json, .csv, .tsv or .parquet file, also with .gz, or hub:NAME of a data set; repeatable."
+    ),
+]
+TextField = Annotated[
+    str | None,
+    typer.Option(
+        "--text-field",
+        help="Field of a row that holds its text, or its messages for the chat template.",
+        show_default="text or messages",
+    ),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option("--loss", help="Tokens that count: all, or those of the assistant's answers.", show_default="all"),
 ]
 KeepLayers = Annotated[
     str | None, typer.Option("--keep-layers", help='Layers that stay attention, by index: "0-3,8", or "none".')

@@ -15,6 +15,7 @@ from hf_memmix.commands.common import (
     Overwrite,
     Student,
     Teacher,
+    TextField,
     Texts,
     load,
     out,
@@ -37,6 +38,7 @@ def report(
     student: Student,
     teacher: Teacher,
     text: Texts,
+    text_field: TextField = None,
     block_size: Annotated[int, typer.Option(min=2, help="Number of tokens per block.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of blocks that are computed together.")] = 8,
     max_tokens: Annotated[
@@ -52,7 +54,7 @@ def report(
     bound, from the 64 likeliest tokens of the teacher.
     """
     check_placement(device, device_map)
-    check_texts(text)
+    check_texts(text, text_field)
     name, student, teacher = student, given_model(student), given_model(teacher)
     with library():
         from hf_memmix.conversion.compare import compare_models
@@ -61,7 +63,7 @@ def report(
 
     tokenizer = shared_tokenizer(teacher, student)
     tell_reading(text)
-    tokens = tokenize_files(text, tokenizer)
+    tokens = tokenize_files(text, tokenizer, text_field)
     settings = {"block_size": block_size, "batch_size": batch_size, "max_tokens": max_tokens}
     with progress("comparing") as advance:
         if device_map is None:

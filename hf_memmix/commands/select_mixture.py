@@ -67,7 +67,9 @@ def select_mixture(args) -> None:
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
         tell_reading(args.train_text)
-        blocks = TokenBlocks.from_files(args.train_text, tokenizer, recipe.block_size, recipe.pack, recipe.bos)
+        blocks = TokenBlocks.from_files(
+            args.train_text, tokenizer, recipe.block_size, recipe.pack, recipe.bos, None, recipe.loss
+        )
     teacher_model, kept_in = (
         load(teacher, device, device_map=args.device_map),
         args.out_file.with_suffix(MIXERS_ENDING),

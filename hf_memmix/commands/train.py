@@ -15,8 +15,10 @@ from hf_memmix.commands.checks import check_device, check_texts, given_model, la
 from hf_memmix.commands.common import (
     Device,
     Json,
+    Loss,
     Overwrite,
     Teacher,
+    TextField,
     Texts,
     err,
     load,
@@ -49,6 +51,7 @@ RECIPE_FIELDS = (
     "save_every",
     "seed",
     "layers",
+    "loss",
 )
 
 
@@ -59,6 +62,8 @@ class TrainingOptions:
     plan: Plan = None
     teacher: Teacher
     text: Texts
+    text_field: TextField = None
+    loss: Loss = None
     out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")]
     recipe: Recipe
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None
@@ -175,6 +180,8 @@ def cache_teacher(
     top_k: Annotated[
         int, typer.Option(min=1, help="Number of probabilities to keep per token; each takes 6 bytes.")
     ] = 32,
+    text_field: TextField = None,
+    loss: Loss = None,
     recipe: Recipe = "distill",
     block_size: Annotated[
         int | None, typer.Option(help="Number of tokens per block; the run that reads the cache needs the same.")
@@ -189,16 +196,17 @@ def cache_teacher(
     from hf_memmix.training.recipe import load_recipe
 
     check_device(device)
-    settings = load_recipe(recipe, block_size=block_size)
+    settings = load_recipe(recipe, block_size=block_size, loss=loss)
     check_target(out_dir, overwrite)
-    check_texts(text)
+    check_texts(text, text_field)
     check_not_read(out_dir, teacher := given_model(teacher), *text)
     with library():
         from hf_memmix.training.data import TokenBlocks
         from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
     tell_reading(text)
-    data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack, settings.bos)
+    how = (settings.block_size, settings.pack, settings.bos, text_field, settings.loss)
+    data = TokenBlocks.from_files(text, tokenizer_of(teacher), *how)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
@@ -224,7 +232,7 @@ def _recipe(stage: str, args: SimpleNamespace):
     overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
     settings = load_recipe(args.recipe, **overrides, stage=stage)
     _refuse_two_students(args)
-    check_texts(args.text)
+    check_texts(args.text, args.text_field)
     return settings
 
 
@@ -275,7 +283,8 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
     if not settings.stream:
         tell_reading(args.text)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
-    return read(args.text, tokenizer, settings.block_size, settings.pack, settings.bos), tokenizer
+    how = (settings.block_size, settings.pack, settings.bos, args.text_field, settings.loss)
+    return read(args.text, tokenizer, *how), tokenizer
 
 
 def _train(stage: str, args: SimpleNamespace) -> None:

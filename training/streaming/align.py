@@ -101,6 +101,8 @@ def align_by_streaming(
     recipe = recipe_of(recipe, overrides | {"stage": "align"})
     if (student is None) == (plan is None):
         raise UserError("give either a student or a plan by which the teacher is converted first")
+    if recipe.loss != "all":
+        raise UserError(f"loss is {recipe.loss!r}, but layer by layer all tokens count; leave it out, or --stream")
     teacher = model_folder(Path(teacher))
     student = None if student is None else model_folder(Path(student))
     out = Path(out).absolute()

@@ -15,6 +15,7 @@ from hf_memmix.conversion.families import attention_module, decoder_layers
 from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
+from hf_memmix.token_layout import TokenLayout
 
 
 class _StopForward(Exception):
@@ -64,7 +65,7 @@ def run_teacher_forced(
             inputs = {
                 "hidden_states": hidden.to(dtype),
                 "position_embeddings": kwargs.get("position_embeddings"),
-                "memmix_cu_seqlens": boundaries,
+                "memmix_layout": TokenLayout(cu_seqlens=boundaries),
             }
             with torch.set_grad_enabled(training):
                 run = functools.partial(checkpoint, mixer, use_reentrant=False) if checkpointing else mixer

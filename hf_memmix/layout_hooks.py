@@ -14,21 +14,20 @@ from transformers.utils import is_torchdynamo_compiling
 from ._transformers import attention_implementation
 
 
-def pass_padding_and_packing(layer: nn.Module, args, kwargs):
-    """Hook of a layer with a mixer: put padding, packing, split and whether a cache exists into `attention_mask` too.
+def pass_layout(layer: nn.Module, args, kwargs):
+    """Hook of a layer with a mixer: put the `TokenLayout` into `attention_mask`, too.
 
     Some families (StableLM, Nemotron) pass no further keyword arguments to their attention module. A mixer does not
     need the mask that the library made, so this argument is free. An argument works with gradient checkpointing; an
     attribute of the module would not.
     """
-    if "memmix_rows" not in kwargs:
+    if "memmix_layout" not in kwargs:
         raise ValueError(
             f"{type(layer).__name__} does not receive the padding and packing of its tokens: this family's decoder"
             " drops further keyword arguments, so a mixer cannot replace its attention"
         )
     if "attention_mask" in kwargs:
-        layout = (kwargs.get(f"memmix_{name}") for name in ("rows", "cu_seqlens", "ranks", "cached"))
-        kwargs = {**kwargs, "attention_mask": tuple(layout)}
+        kwargs = {**kwargs, "attention_mask": kwargs["memmix_layout"]}
     return args, kwargs
 
 
@@ -38,11 +37,11 @@ def check_packed_mask(layer: nn.Module, args, kwargs):
     Some families (GPT-OSS, BLOOM) make their masks without reading the positions, and positions may contradict
     `cu_seq_lens_q`. So the hook checks the mask itself.
     """
-    boundaries = kwargs.get("memmix_cu_seqlens")
-    if boundaries is None or _packs_by_itself(layer):
+    layout = kwargs.get("memmix_layout")
+    if layout is None or layout.cu_seqlens is None or _packs_by_itself(layer):
         return
     mask = _mask_of(args, kwargs)
-    if mask is None or not (is_torchdynamo_compiling() or sequences_are_separate(mask, boundaries)):
+    if mask is None or not (is_torchdynamo_compiling() or sequences_are_separate(mask, layout.cu_seqlens)):
         raise ValueError(
             f"the attention of {type(layer).__name__} would attend across packed sequences: this family ignores"
             " packing, or position_ids do not start again where cu_seq_lens_q or seq_idx say. Pad the sequences"

@@ -15,31 +15,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from . import generated_models
 from ._generation_hooks import CACHE
 from ._transformers import change_class, model_class_of
-from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
-from .context_parallel import (
-    current_group,
-    keep_masks,
-    refuse_pooling,
-    refuse_sequence_parallelism,
-    split_loss,
-    split_of,
-)
+from .cache import RecurrentStateCache, cast_cache
+from .context_parallel import current_group, keep_masks, refuse_pooling, refuse_sequence_parallelism, split_loss
 from .errors import UserError
 from .generation import NO_CONTINUOUS_BATCHING, MemoryGeneration
-from .given_cache import cache_among
-from .mixers import ATTENTION
-from .padding import (
-    PaddedRows,
-    check_finite,
-    check_new_mask,
-    check_one_sequence,
-    packing_of,
-    padding_of,
-    positions_in,
-    positions_without_pads,
-)
+from .model_inputs import ModelInputs, fit_cache, lay_out, mask_of, take_cache, tokens_of
 from .pretrained import MemMixPreTrained
 from .swap import memory_mixers
+from .token_layout import TokenLayout
 from .training_length import check_training_length
 
 
@@ -87,90 +70,44 @@ class MemMixModel(MemMixPreTrained):
                 transformers' continuous batching.
             RuntimeError: a cache under a name that no layer would read.
         """
-        if (named := kwargs.pop("cache", None)) is not None:
-            if past_key_values is not None:
-                raise UserError("cache and past_key_values are two names of one argument: give one of them")
-            past_key_values = named
-        cache_among(kwargs, (CACHE,))
-        if inputs_embeds is not None:
-            check_finite(inputs_embeds)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("give either input_ids or inputs_embeds")
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        batch, length = tokens.shape[:2]
-        # of split sequences a process may have no token, and all processes must raise the error: `split_of`
-        if batch == 0 or (length == 0 and current_group() is None):
-            raise UserError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
+        given = take_cache(past_key_values, kwargs)
+        tokens = tokens_of(input_ids, inputs_embeds)
         if "read_index" in kwargs:  # the addresses in the paged cache of a `ContinuousBatchingManager`
             raise UserError(NO_CONTINUOUS_BATCHING)
-        given = past_key_values
         checkpoints = self._checkpoints_activations()
-        if given is not None and checkpoints:
-            raise UserError(
-                "gradient checkpointing in train mode runs the layers without their cache, which would neither be"
-                " read nor filled: call model.eval() or model.gradient_checkpointing_disable(), or leave"
-                " past_key_values out"
-            )
         if given is not None:
-            adopt_cache(given, self.config)
-            check_rows(given, batch)
-
-        if "memmix_mask" in kwargs:
-            mask = check_new_mask(kwargs.pop("memmix_mask"), batch, length)
-        else:
-            seen = 0 if given is None else given.get_seq_length()
-            mask = padding_of(attention_mask, batch, length, seen, static_length_of(given) is not None)
-            # states never contain pads, but attention layers would read the pads if the mask is missing
-            if attention_mask is not None or ATTENTION in self.config.mixer_types:
-                check_hidden(given, attention_mask)
+            fit_cache(given, self.config, tokens.shape[0], checkpoints)
+        inputs = ModelInputs(tokens, attention_mask, position_ids, given, use_cache)
+        mask = mask_of(inputs, self.config, kwargs)
         keep_masks(getattr(self, self._layers_name))
         if self.training:  # in evaluation, DeepSpeed gives every process whole sequences
             refuse_sequence_parallelism()
-        group = current_group()
-        resetting = position_ids if given is None and mask is None and group is None else None
-        if group is None and length > 1 and (mask is not None or given is not None):
-            check_one_sequence(position_ids, mask, given is not None)
-        boundaries = packing_of(kwargs.get("cu_seq_lens_q"), kwargs.pop("seq_idx", None), resetting, batch, length)
-        ranks = None
-        if group is not None:
-            if given is not None or use_cache or boundaries is not None:
-                raise UserError(
-                    "context parallelism cannot be combined with packed sequences or a cache: give one sequence per"
-                    " row, with use_cache=False, and call generate() outside of its context"
-                )
-            ranks = split_of(group, self.config, memory_mixers(self).values(), position_ids, batch, length, mask)
-            # without a mask, the library takes positions that jump for packed sequences and makes a mask of [T, T]
-            attention_mask, use_cache = position_ids.new_ones(batch, length), False
-        if boundaries is not None:
-            if mask is not None or given is not None or use_cache:
-                what = "a padding mask" if mask is not None else "a cache"
-                raise UserError(f"packed sequences cannot be combined with {what}; drop one of the two")
-            # kept attention layers recognise packed sequences by the positions
-            position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
-            attention_mask, use_cache = None, False
-        elif position_ids is None and any(kind != ATTENTION for kind in self.config.mixer_types):
-            layer = None if given is None else given.memmix_layer
-            position_ids = positions_without_pads(mask, layer, tokens)
-        # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
-        rows = None if mask is None else PaddedRows.of(mask)
+        inputs, layout = lay_out(inputs, mask, self, kwargs)
         if self.training_lengths and self.training and given is None and torch.is_grad_enabled():
-            check_training_length(self, length if ranks is None else ranks.tokens(), rows, boundaries)
-        use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpoints
-        if use_cache and past_key_values is None:
-            past_key_values = RecurrentStateCache(self.config)
-        if past_key_values is not None:
-            self._take_over_dtype(past_key_values)
-        kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries, "memmix_ranks": ranks}
+            check_training_length(self, inputs.length, layout)
+        cache, use_cache = self._cache_of(inputs, checkpoints)
+        layout = TokenLayout(layout.rows, layout.cu_seqlens, layout.ranks, cached=cache is not None)
         return super().forward(
             input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            memmix_cached=past_key_values is not None,
-            **{CACHE: past_key_values},
+            memmix_layout=layout,
+            **{CACHE: cache},
             **kwargs,
         )
+
+    def _cache_of(self, inputs: ModelInputs, checkpoints: bool):
+        """The cache of this forward or None, in the dtype of the model; and whether the output has it."""
+        use_cache = self.config.use_cache if inputs.use_cache is None else inputs.use_cache
+        use_cache = use_cache and not checkpoints
+        cache = inputs.cache
+        if use_cache and cache is None:
+            cache = RecurrentStateCache(self.config)
+        if cache is not None:
+            self._take_over_dtype(cache)
+        return cache, use_cache
 
     def _take_over_dtype(self, cache):
         """Cast a cache that was filled by a model of another dtype to the dtypes of this model."""

@@ -33,13 +33,17 @@ class PaddedRows(NamedTuple):
         return cls(mask, order, torch.argsort(order, dim=1), mask.sum(1))
 
     def valid_first(self, x: Tensor) -> Tensor:
-        """[B, T, C] with the valid tokens of each row first."""
-        return x.gather(1, self.order[..., None].expand(-1, -1, x.shape[-1]))
+        """[B, T, C] or [B, T] with the valid tokens of each row first."""
+        return x.gather(1, self.order if x.dim() == 2 else self.order[..., None].expand(-1, -1, x.shape[-1]))
 
     def restore(self, x: Tensor) -> Tensor:
         """Undo `valid_first`. Pads become zero, so no gradient passes through them."""
         x = x.gather(1, self.inverse[..., None].expand(-1, -1, x.shape[-1]))
         return x * self.mask[..., None].to(x.dtype)
+
+    def part(self, start: int, stop: int) -> "PaddedRows":
+        """The reordering of the tokens from `start` to before `stop`."""
+        return PaddedRows.of(self.mask[:, start:stop])
 
     def lengths_after(self, count: int) -> Tensor:
         """[B]: how many of the row's first `count` tokens, in their original order, are valid."""

@@ -10,7 +10,7 @@ from ._transformers import fp32_patterns_of
 from .backbones import backbone_of
 from .errors import UserError
 from .frozen import plain
-from .layout_hooks import check_packed_mask, pass_padding_and_packing
+from .layout_hooks import check_packed_mask, pass_layout
 from .mixers import ATTENTION, MIXERS, MemoryMixer, new_layer
 
 
@@ -48,7 +48,7 @@ def swap_attention(base: nn.Module, config):
     for i, kind in enumerate(config.mixer_types):
         if kind != ATTENTION:
             setattr(layers[i], attention_name(base, i), new_layer(kind, config, i))
-            layers[i].register_forward_pre_hook(pass_padding_and_packing, with_kwargs=True)
+            layers[i].register_forward_pre_hook(pass_layout, with_kwargs=True)
         else:
             layers[i].register_forward_pre_hook(check_packed_mask, with_kwargs=True)
 

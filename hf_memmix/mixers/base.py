@@ -11,23 +11,17 @@ Shapes: B batch, T tokens, N sequences (B, or the number of packed ones).
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_memmix_kernels.short_conv.op import MAX_TAPS
-
 from ..errors import UserError
-from ..given_cache import cache_among
 from ..mixer_names import ATTENTION
-from ..padding import PaddedRows
-from ..versions import moved
+from .forward import MixerForward
 from .kept_bytes import KeptBytes
 from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
-from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
 from .rounding import WarnsOfRounding
 from .tp_plan import TensorParallelPlan
 from .weight_decay import SparedFromDecay
@@ -92,7 +86,7 @@ class AttentionShape:
             raise UserError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
 
 
-class MemoryMixer(WarnsOfRounding, SparedFromDecay):
+class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
     """Takes the place of a decoder layer's attention module.
 
     Args:
@@ -111,11 +105,8 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
     steering_layers: ClassVar[tuple[str, ...]] = ()
     input_layers: ClassVar[tuple[str, ...]] = ()  # linear layers of `project` that read the layer's input: `products`
     kept_bytes: ClassVar[KeptBytes | None] = None  # for the backward pass; None: `memmix plan` refuses the mixer
-    token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
     # whether the memory after tokens is e^g S + W, with S before them, and g and W do not depend on S: `piece_writes`
     linear: ClassVar[bool] = False
-    # where the states live in a server's memory, it runs the layer: f(hidden_states, position_embeddings) -> output
-    server: Callable | None = None
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -262,23 +253,6 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
         layers = self._modules
         return {name: layers[name](x) for name in self.input_layers if name in layers and name not in without}
 
-    def project_rows(
-        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **token_arguments
-    ) -> dict[str, Tensor]:
-        """The tokens of `scan` and `step` from what a decoder layer gets.
-
-        Args:
-            x: the layer's normed input [B, T, hidden]; [1, T, hidden] with tokens of several sequences in one row.
-            position_embeddings: cos and sin [B or 1, T, d], or None in a backbone without rotary embeddings.
-            token_arguments: `token_arguments` of the mixer [B, T]; all others are ignored.
-
-        Raises:
-            ValueError: a token argument has another shape.
-        """
-        batch, length, _ = x.shape
-        rotary = _rotary_rows(position_embeddings, batch)
-        return self.project(x, rotary or None) | self._token_arguments(token_arguments, batch, length)
-
     def scan_sequences(
         self,
         tokens: dict[str, Tensor],
@@ -308,143 +282,6 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
         if state_indices is not None:
             write_pages(states, state_indices, new)
         return y, new
-
-    def forward(
-        self,
-        hidden_states: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask=None,
-        memmix_rows: PaddedRows | None = None,
-        memmix_cu_seqlens: Tensor | None = None,
-        memmix_ranks: Pieces | None = None,
-        memmix_cached: bool | None = False,
-        memmix_replay: tuple[dict[str, Tensor], dict[str, Tensor] | None, Tensor | None] | None = None,
-        memmix_within: Callable[[], tuple[Tensor, None]] | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, None]:
-        """Mix [B, T, hidden] over time.
-
-        Args:
-            hidden_states: the layer's normed input [B, T, hidden].
-            position_embeddings: cos and sin [B or 1, T, d].
-            attention_mask: ignored, except if it is the tuple (memmix_rows, memmix_cu_seqlens, memmix_ranks,
-                memmix_cached) that `layout_hooks` puts there for families whose decoder layer drops further keyword
-                arguments.
-            memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
-            memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
-            memmix_ranks: how the sequences are split over several processes; without a cache and packed sequences.
-            memmix_cached: whether the model has a cache, which this layer must then receive.
-            memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
-                everything else is ignored. A rollback calls forward this way, because the hooks of a module (offload,
-                sharding) load its parameters only while its forward runs.
-            memmix_within: a function that uses the mixer's parameters, and whose result is returned; for a mixer that
-                is a part of another one.
-            kwargs: the cache as `past_key_values`, `cache` or `layer_past`, which depends on the family and on
-                transformers; `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
-
-        Raises:
-            ValueError: a token argument has a wrong shape, or there are both packed sequences and a cache.
-            RuntimeError: the model has a cache, and it does not arrive here under a known name.
-        """
-        if self.server is not None:
-            return self.server(hidden_states, position_embeddings), None
-        if memmix_within is not None:
-            return memmix_within()
-        if memmix_replay is not None:
-            return self.scan(*memmix_replay)
-        if isinstance(attention_mask, tuple):
-            memmix_rows, memmix_cu_seqlens, memmix_ranks, memmix_cached = attention_mask
-        if memmix_ranks is not None:
-            return self._forward_over_ranks(
-                hidden_states, position_embeddings, memmix_rows, memmix_ranks, kwargs
-            ), None
-        if current_group() is not None:
-            raise UserError(
-                f"layer {self.layer_idx} does not receive how its sequences are split over the processes: context"
-                " parallelism needs the whole model, in a family that passes further keyword arguments to its layers"
-            )
-        cache = cache_among(kwargs)
-        if memmix_cached and cache is None:
-            raise moved(f"layer {self.layer_idx} does not receive the cache of its model")
-        layer = cache.layers[self.layer_idx] if cache is not None else None
-        states = layer.get() if layer is not None else None
-        batch, length, _ = hidden_states.shape
-        x, rotary = hidden_states, _rotary_rows(position_embeddings, batch)
-        extra = self._token_arguments(kwargs, batch, length)
-
-        if memmix_cu_seqlens is not None:
-            if layer is not None:
-                raise UserError("packed sequences cannot be written to a cache; pass use_cache=False")
-            x, *rotary = (t.reshape(1, batch * length, -1) for t in (x, *rotary))
-            extra = {name: t.reshape(1, -1) for name, t in extra.items()}
-            y = self.packed_outputs(self.project_rows(x, rotary, **extra), memmix_cu_seqlens)
-            return self.readout(y, x).view(batch, length, -1), None
-
-        in_place = length == 1 and memmix_rows is None and states is not None
-        if in_place and not (layer.record_past or torch.is_grad_enabled()):
-            y = self.step(self.project_rows(x, rotary, **extra), states)
-            layer.advance(length)
-            return self.readout(y, x), None
-
-        rows = memmix_rows
-        if rows is not None:
-            x, *rotary = (rows.valid_first(t) for t in (x, *rotary))
-            extra = {name: t.gather(1, rows.order) for name, t in extra.items()}
-        tokens = self.project_rows(x, rotary, **extra)
-        y, new = self.scan(tokens, states, lengths=None if rows is None else rows.lengths)
-        if layer is not None:
-
-            def replay(before, count):
-                """The states after the first `count` of these tokens."""
-                lengths = None if rows is None else rows.lengths_after(count)
-                return self(memmix_replay=({k: v[:, :count] for k, v in tokens.items()}, before, lengths))[1]
-
-            layer.put(new, length, replay, None if rows is None else rows.mask)
-        out = self.readout(y, x)
-        return (out if rows is None else rows.restore(out)), None
-
-    def _forward_over_ranks(self, hidden_states, position_embeddings, padding, ranks: Pieces, kwargs) -> Tensor:
-        """The output for this rank's pieces of sequences that are split over several processes."""
-        batch, length, _ = hidden_states.shape
-        rotary = _rotary_rows(position_embeddings, batch)
-        extra = self._token_arguments(kwargs, batch, length)
-        inputs, rows_of, parts = [], [], []
-        for piece in (ranks.pieces[place] for place in ranks.own()):
-            here = slice(piece.start, piece.stop)
-            x, *angles = (t[:, here] for t in (hidden_states, *rotary))
-            given = {name: t[:, here] for name, t in extra.items()}
-            rows = None if padding is None else PaddedRows.of(padding.mask[:, here])
-            if rows is not None:
-                x, *angles = (rows.valid_first(t) for t in (x, *angles))
-                given = {name: t.gather(1, rows.order) for name, t in given.items()}
-            inputs.append(x)
-            rows_of.append(rows)
-            parts.append((self.project_rows(x, angles, **given), None if rows is None else rows.lengths))
-        at_once = self.linear and not ranks.padded and ranks.shortest() >= MAX_TAPS
-        outputs = []
-        scanned = (scan_at_once if at_once else scan_in_turn)(self, parts, ranks)
-        for y, x, rows in zip(scanned, inputs, rows_of, strict=True):
-            out = self.readout(y, x)
-            outputs.append(out if rows is None else rows.restore(out))
-        return torch.cat(outputs, 1)
-
-    def _token_arguments(self, given: dict, batch: int, length: int) -> dict[str, Tensor]:
-        found = {name: given[name] for name in self.token_arguments if given.get(name) is not None}
-        for name, tensor in found.items():
-            if not isinstance(tensor, Tensor) or tensor.shape != (batch, length):
-                shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise UserError(
-                    f"{name} of layer {self.layer_idx} is {shape}, expected [{batch}, {length}]: one entry for each"
-                    " token of this forward; to generate, run the prompt into a cache first"
-                )
-        return found
-
-
-def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:
-    """(cos, sin) with a row for each row of the batch, or () without rotary embeddings."""
-    if position_embeddings is None:
-        return ()
-    return tuple([t if t.shape[0] == batch else t.expand(batch, -1, -1) for t in position_embeddings])
 
 
 def _with_pages(step):

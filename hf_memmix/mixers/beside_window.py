@@ -83,7 +83,7 @@ class BesideWindow(MemoryMixer):
         """See `MemoryMixer.forward`."""
         run = partial(super().forward, *args, **kwargs)
         if has_hooks(self.memory) or has_hooks(self.window):  # they load the parameters of a part for its forward
-            return self.memory(memmix_within=lambda: self.window(memmix_within=run))
+            return self.memory.computed_inside(lambda: self.window.computed_inside(run))
         return run()
 
     # ---- the five methods of a mixer, and what others override

@@ -352,9 +352,7 @@ def test_decoder_that_drops_keyword_arguments(monkeypatch):
     model = tiny_model("llama", "all", fresh=True)
     layer = type(model.model.layers[0])
     forward = layer.__call__
-    monkeypatch.setattr(
-        layer, "__call__", lambda self, x, memmix_rows, memmix_cu_seqlens, **kwargs: forward(self, x, **kwargs)
-    )
+    monkeypatch.setattr(layer, "__call__", lambda self, x, memmix_layout, **kwargs: forward(self, x, **kwargs))
     with pytest.raises(ValueError, match="drops further keyword arguments"):
         model(random_ids(1, 6))
 

@@ -7,6 +7,7 @@ import torch
 
 from core.checks import CHECKS, cache_layer_class, check_assistant
 from hf_memmix.cache import FinishedRows
+from hf_memmix.token_layout import TokenLayout
 from testing import mixers_of, tiny_model
 
 FAMILIES_UNDER_CONTROL = ("llama", "gemma3_text")
@@ -24,13 +25,14 @@ def must_fail(model, *checks):
             CHECKS[check](model)
 
 
-def without(*names):
-    """A wrapper of a mixer's forward that withholds some arguments."""
+def without(field):
+    """A wrapper of a mixer's forward that withholds a field of the layout of its tokens."""
 
     def wrap(forward):
         @functools.wraps(forward)
         def wrapped(*args, **kwargs):
-            return forward(*args, **{k: (None if k in names else v) for k, v in kwargs.items()})
+            layouts = {name: x._replace(**{field: None}) for name, x in kwargs.items() if isinstance(x, TokenLayout)}
+            return forward(*args, **(kwargs | layouts))
 
         return wrapped
 
@@ -44,13 +46,13 @@ def patch_mixers(model, monkeypatch, wrap):
 
 @pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_mask_withheld(model, monkeypatch):
-    patch_mixers(model, monkeypatch, without("memmix_rows", "attention_mask"))
+    patch_mixers(model, monkeypatch, without("rows"))
     must_fail(model, "padding", "padded_generation", "static_cache")
 
 
 @pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_packing_withheld(model, monkeypatch):
-    patch_mixers(model, monkeypatch, without("memmix_cu_seqlens", "attention_mask"))
+    patch_mixers(model, monkeypatch, without("cu_seqlens"))
     must_fail(model, "packed")
 
 

@@ -9,6 +9,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.ska import low_rank_scores
 from hf_memmix.mixers import MIXERS, SKAOptions
+from hf_memmix.token_layout import TokenLayout
 from hf_memmix_kernels import naive_ska
 from testing import assert_same, build, mixers_of, random_ids, tiny_config, tiny_model
 from tiny_teachers import tiny_teacher
@@ -86,7 +87,7 @@ def test_action_mask_stores_the_chosen_tokens_only():
     assert_same(mixer(x[:1], action_mask=torch.ones(1, 19))[0], mixer(x[:1])[0])
 
     bounds = torch.tensor([0, 7, 19, 38])
-    packed = mixer(x, action_mask=mask, memmix_cu_seqlens=bounds)[0]
+    packed = mixer(x, action_mask=mask, memmix_layout=TokenLayout(cu_seqlens=bounds))[0]
     parts = [mixer(x[:1, a:b], action_mask=mask[:1, a:b])[0] for a, b in ((0, 7), (7, 19))]
     assert_same(packed[:1], torch.cat(parts, 1))
 

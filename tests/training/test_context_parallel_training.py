@@ -105,11 +105,11 @@ def test_the_example_in_bf16_keeps_the_decays_in_fp32(tmp_path):
     save_student(build(tiny_config("llama", (0, 1, 2, 3), "gka")), student, tokenizer=word_tokenizer())
     look = """
 from hf_memmix.mixers import MemoryMixer
-scan, seen = MemoryMixer.project_rows, set()
+mix, seen = MemoryMixer.forward, set()
 def look(mixer, *args, **kwargs):
     seen.update(parameter.dtype for parameter in mixer.parameters())
-    return scan(mixer, *args, **kwargs)
-MemoryMixer.project_rows = look
+    return mix(mixer, *args, **kwargs)
+MemoryMixer.forward = look
 trainer.train()
 assert seen == {torch.float32}, seen
 """

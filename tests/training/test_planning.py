@@ -147,7 +147,7 @@ def keep(t):
     return t
 
 with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-    student.model.layers[0](x, position_embeddings=angles, memmix_rows=None, memmix_cu_seqlens=None)
+    student.model.layers[0](x, position_embeddings=angles, memmix_layout=None)
 print(sum(t.untyped_storage().nbytes() for t in kept.values()))
 """
 

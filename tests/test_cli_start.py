@@ -133,6 +133,12 @@ WRONG = {
         ([*FROM, *TEXT, *OUT, "--device", "tpu"], "--device is 'tpu'"),
         ([*FROM, *TEXT, *OUT, "--top-k", "0"], "should be greater than or equal to 1"),
     ],
+    "sample-teacher": [
+        (["--teacher", "{none}", "--prompts", "{text}", *OUT], NO_MODEL),
+        ([*FROM, "--prompts", "{none}", *OUT], NO_TEXT),
+        ([*FROM, "--prompts", "{text}", "--text-field", "x", *OUT], "--text-field is 'x'"),
+        ([*FROM, "--prompts", "{text}", "--out", "{full}"], "exists and is not empty"),
+    ],
     "generate": [
         (["--prompt", "a", "--model", "{none}"], NO_MODEL),
         (["--prompt", ""], "the prompt is empty"),

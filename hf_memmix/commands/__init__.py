@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands import convert, generate, measure, plan, publish, run, select, serve, train
+from hf_memmix.commands import convert, generate, measure, plan, publish, run, sample, select, serve, train
 from hf_memmix.commands.repeated import Command
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ COMMANDS = {
     "distill": train.distill,
     "merge": train.merge,
     "cache-teacher": train.cache_teacher,
+    "sample-teacher": sample.sample_teacher,
     "generate": generate.generate,
     "report": measure.report,
     "eval": measure.evaluate,

@@ -1,0 +1,198 @@
+"""Answers of the teacher to prompts, as conversations that `align` and `distill` read.
+
+Rows are written batch by batch into a folder beside the output; an interrupted run continues after its last whole
+batch. Each batch has a seed of its own, so a run that was interrupted writes what an uninterrupted one does. An answer
+that does not end within `max_new_tokens` is left out: in training it would look as if it had ended.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_memmix.conversion.hashes import teacher_hash, write_sealed
+from hf_memmix.conversion.limits import check_length, check_tokens, check_transformer
+from hf_memmix.conversion.records import write_json
+from hf_memmix.conversion.saving import explain_write_errors, replace_folder
+from hf_memmix.conversion.text_rows import beginning_of, encode
+from hf_memmix.conversion.written import mark_folder
+from hf_memmix.errors import UserError
+from hf_memmix.training.chat_rows import render
+from hf_memmix.training.run_identity import config_of, differences
+from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
+from hf_memmix.training.text_files import Conversation
+
+ANSWERS, RECORD = "answers.jsonl", "sampling.json"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a prompt, and the row that it came from: a conversation up to the answer, or a text."""
+
+    tokens: list[int]
+    row: dict
+
+    @property
+    def is_text(self) -> bool:
+        return "text" in self.row
+
+    def answered(self, answer: str) -> dict:
+        if self.is_text:
+            return {"text": answer}
+        return self.row | {"messages": [*self.row["messages"], {"role": "assistant", "content": answer}]}
+
+
+def prompts_of(documents: Iterable[str | Conversation], tokenizer) -> list[Prompt]:
+    """What the teacher is asked. A text is the message of a user, or is continued if there is no chat template.
+
+    The last message of a conversation is left out if it is an answer: the teacher's replaces it.
+
+    Raises:
+        ValueError: a conversation does not fit the template, or has nothing to answer.
+    """
+    prompts = []
+    for document in documents:
+        if isinstance(document, str) and tokenizer.chat_template is None:
+            prompts.append(Prompt(beginning_of(tokenizer) + encode(document, tokenizer), {"text": document}))
+            continue
+        if isinstance(document, str):
+            document = Conversation([{"role": "user", "content": document}], None, "a prompt")
+        messages, tools = document.messages, document.tools
+        messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not messages:
+            raise UserError(f"{document.place} holds an answer without a question; remove it")
+        text = render(Conversation(messages, tools, document.place), tokenizer, prompt=True)
+        row = {"messages": messages} | ({} if tools is None else {"tools": tools})
+        prompts.append(Prompt(encode(text, tokenizer), row))
+    return prompts
+
+
+@torch.no_grad()
+def sample_teacher(
+    teacher: nn.Module,
+    tokenizer,
+    prompts: list[Prompt],
+    folder: str | Path,
+    *,
+    max_new_tokens: int = 512,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    teacher_id: str | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Write one row per prompt into `folder/answers.jsonl`; returns the record in `folder/sampling.json`.
+
+    Args:
+        max_new_tokens: largest number of tokens of an answer.
+        temperature: 0 takes the likeliest tokens; None: what the teacher's generation config says.
+        top_p: as in `generate()`; None: what the teacher's generation config says.
+        teacher_id: `teacher_hash` of the teacher's folder; default: the hash of the model's tensors.
+        resume: continue an interrupted run; otherwise its rows are removed.
+        progress: `progress(done, total)` is called after every batch.
+
+    Raises:
+        ValueError: a prompt is too long for the teacher, the interrupted run had other settings, no answer has ended,
+            or the teacher is a converted model.
+    """
+    check_transformer(teacher)
+    for prompt in prompts:
+        check_tokens(prompt.tokens, teacher, tokenizer, "a prompt")
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    check_length(teacher, "teacher", longest, "a prompt with --max-new-tokens", "ask for fewer")
+    config = _generation_config(teacher, tokenizer, max_new_tokens, temperature, top_p)
+    asked = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
+    settings = {
+        "teacher": teacher_id or teacher_hash(teacher),
+        "config": config_of(teacher.config),
+        "dtype": str(teacher.dtype),
+        "device": teacher.device.type,
+        "prompts": {"count": len(prompts), "hash": hashlib.sha256(asked.encode()).hexdigest()[:16]},
+        "generation": config.to_diff_dict(),
+        "seed": seed,
+        "batch_size": batch_size,
+    }
+    settings = json.loads(json.dumps(settings, default=str))
+    remedy = "Whole batches are kept: make room and run the same command again to continue"
+    with explain_write_errors(folder, remedy), run_folder(folder, resume, overwrite) as work:
+        state = _continued(work, settings)
+        work.mkdir(exist_ok=True)
+        with (work / ANSWERS).open("r+b" if (work / ANSWERS).exists() else "w+b") as file:
+            file.truncate(state["bytes"])  # a batch whose writing was interrupted is written again
+            file.seek(state["bytes"])
+            for first in range(state["prompts"], len(prompts), batch_size):
+                batch = prompts[first : first + batch_size]
+                torch.manual_seed(seed + first)
+                for prompt, (answer, ended) in zip(batch, _answers(teacher, tokenizer, batch, config), strict=True):
+                    if ended or prompt.is_text:
+                        file.write(json.dumps(prompt.answered(answer), ensure_ascii=False).encode() + b"\n")
+                        state["rows"] += 1
+                    else:
+                        state["left_out"] += 1
+                file.flush()
+                state |= {"prompts": first + len(batch), "bytes": file.tell()}
+                write_json(work / PARTIAL_FILE, {"settings": settings, "state": state})
+                if progress is not None:
+                    progress(state["prompts"], len(prompts))
+        if not state["rows"]:
+            raise UserError(f"none of {len(prompts)} answers ended within {max_new_tokens} tokens; ask for more")
+        record = settings | {"rows": state["rows"], "left_out": state["left_out"]}
+        write_sealed(work / RECORD, record)
+        (work / PARTIAL_FILE).unlink()
+        mark_folder(work)
+        replace_folder(work, Path(folder).absolute())
+    return record
+
+
+def _generation_config(teacher, tokenizer, max_new_tokens: int, temperature: float | None, top_p: float | None):
+    """The teacher's own generation config with what was asked for."""
+    config = copy.deepcopy(teacher.generation_config)
+    given = {"max_new_tokens": max_new_tokens, "max_length": None}
+    if temperature is not None:
+        given |= {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+    if top_p is not None:
+        given["top_p"] = top_p
+    if config.eos_token_id is None:
+        given["eos_token_id"] = tokenizer.eos_token_id
+    if config.pad_token_id is None:
+        given["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
+    config.update(**given)
+    return config
+
+
+def _continued(work: Path, settings: dict) -> dict:
+    """How far an interrupted run has come. Raises ValueError if it had other settings."""
+    try:
+        saved = json.loads((work / PARTIAL_FILE).read_text())
+    except (OSError, ValueError):
+        return {"prompts": 0, "rows": 0, "left_out": 0, "bytes": 0}
+    if different := "; ".join(differences(saved["settings"], settings)):
+        raise UserError(
+            f"{str(work)!r} belongs to another run ({different}); give its settings, start again (--no-resume), or"
+            " give another output folder"
+        )
+    return saved["state"]
+
+
+def _answers(teacher, tokenizer, batch: list[Prompt], config) -> list[tuple[str, bool]]:
+    """The texts of the answers, or prompts that are texts with what follows; and whether each has ended by itself."""
+    width = max(len(prompt.tokens) for prompt in batch)
+    pad = config.pad_token_id or 0
+    ids = torch.tensor([[pad] * (width - len(p.tokens)) + p.tokens for p in batch], device=teacher.device)
+    mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in batch], device=teacher.device)
+    new = teacher.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    answers = []
+    for prompt, tokens in zip(batch, new, strict=True):
+        count = next((i for i, token in enumerate(tokens) if token in ends), None)
+        tokens = [*(prompt.tokens if prompt.is_text else []), *tokens[:count]]
+        answers.append((tokenizer.decode(tokens, skip_special_tokens=True), count is not None))
+    return answers

@@ -181,6 +181,12 @@ def _options(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> di
             f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
             f' mixers={{"{used[0]}": {{...}}}}'
         )
+    if twice := [name for kind in used for name in plain if name in mixers.get(kind, {})]:
+        name = twice[0]
+        raise UserError(
+            f"{name} is given twice, as {name}={plain[name]!r} and in mixers[{used[0]!r}] as"
+            f" {mixers[used[0]][name]!r}; give it once"
+        )
     options = {kind: dict(mixers.get(kind, {})) | plain for kind in used}
     return options | ({WINDOW: dict(mixers.get(WINDOW, {}))} if beside and WINDOW not in used else {})
 

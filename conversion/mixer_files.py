@@ -87,11 +87,16 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
 def convert_by_plan(teacher: PreTrainedModel, path: str | Path, **options) -> PreTrainedModel:
     """The student that a plan of `memmix select` describes, with the plan's aligned mixers if it names their folder.
 
-    options: of `convert_model`. Raises ValueError as in `read_plan`, `convert_model` and `load_mixers`.
+    options: of `convert_model`; those of a mixer replace the plan's. Raises ValueError as in `read_plan`,
+    `convert_model` and `load_mixers`.
     """
     plan = read_plan(path, teacher.config.num_hidden_layers)
     folder = trained_folder(plan, path)
-    student = convert_model(teacher, **plan_arguments(plan), **options)
+    arguments = plan_arguments(plan)
+    for own in arguments.get("mixers", {}).values():
+        for name in own.keys() & options.keys():
+            del own[name]
+    student = convert_model(teacher, **arguments, **options)
     if folder is not None:
         load_mixers(student, folder)
     return student

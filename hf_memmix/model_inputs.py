@@ -169,7 +169,7 @@ def _packed(inputs: ModelInputs, mask: Tensor | None, boundaries: Tensor) -> tup
 def _in_rows(inputs: ModelInputs, mask: Tensor | None, config) -> tuple[ModelInputs, TokenLayout]:
     positions = inputs.position_ids
     if positions is None and config.memory_layers:
-        layer = None if inputs.cache is None else inputs.cache.memmix_layer
+        layer = None if inputs.cache is None else inputs.cache.memmix.layer
         positions = positions_without_pads(mask, layer, inputs.tokens)
     rows = None if mask is None else PaddedRows.of(mask)  # sorted once for all layers
     inputs = ModelInputs(inputs.tokens, inputs.attention_mask, positions, inputs.cache, inputs.use_cache)

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from . import generated_models
 from ._generation_hooks import CACHE
 from ._transformers import change_class, model_class_of
-from .cache import RecurrentStateCache, cast_cache
+from .cache import RecurrentStateCache, cast_cache, note_dtype
 from .context_parallel import current_group, keep_masks, refuse_pooling, refuse_sequence_parallelism, split_loss
 from .errors import UserError
 from .generation import NO_CONTINUOUS_BATCHING, MemoryGeneration
@@ -111,10 +111,10 @@ class MemMixModel(MemMixPreTrained):
 
     def _take_over_dtype(self, cache):
         """Cast a cache that was filled by a model of another dtype to the dtypes of this model."""
-        before = getattr(cache, "memmix_dtype", None)
+        before = cache.memmix.dtype
         if before == self.dtype:
             return
-        cache.memmix_dtype = self.dtype
+        note_dtype(cache, self.dtype)
         if before is not None:
             shapes = {i: mixer.state_shapes(1, self.dtype) for i, mixer in memory_mixers(self).items()}
             dtypes = {i: {name: dtype for name, (_, dtype) in named.items()} for i, named in shapes.items()}

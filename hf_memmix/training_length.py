@@ -10,15 +10,15 @@ from .token_layout import TokenLayout
 EVERY_MIXER = 2  # tokens; a loss of the next token takes two
 
 
-def _slow_learners(base: nn.Module) -> list[MemoryMixer]:
-    """The mixers, also those inside of others, that need more tokens than others to learn."""
-    mixers = (module for module in base.modules() if isinstance(module, MemoryMixer))
+def slow_learners(model: nn.Module) -> list[MemoryMixer]:
+    """The mixers of a model that need more tokens than others to learn, also a memory beside a window."""
+    mixers = (module for module in model.modules() if isinstance(module, MemoryMixer))
     return [mixer for mixer in mixers if mixer.minimum_training_length(mixer.options) > EVERY_MIXER]
 
 
 def training_lengths(base: nn.Module) -> dict[str, int]:
     """`MemoryMixer.minimum_training_length` of those mixers of a model that need more tokens than others, by name."""
-    return {mixer.name: mixer.minimum_training_length(mixer.options) for mixer in _slow_learners(base)}
+    return {mixer.name: mixer.minimum_training_length(mixer.options) for mixer in slow_learners(base)}
 
 
 def check_training_length(base: nn.Module, length: int, layout: TokenLayout):
@@ -38,7 +38,7 @@ def check_training_length(base: nn.Module, length: int, layout: TokenLayout):
     for name, least in base.training_lengths.items():
         if length >= least:
             continue
-        mixers = (mixer for mixer in _slow_learners(base) if mixer.name == name)
+        mixers = (mixer for mixer in slow_learners(base) if mixer.name == name)
         if any(parameter.requires_grad for mixer in mixers for parameter in mixer.parameters()):
             raise UserError(
                 f"the longest sequence of this batch has {length} tokens, but {name} learns only from sequences of at"

@@ -25,7 +25,6 @@ from hf_memmix.conversion.limits import check_converted, check_length, check_tra
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.errors import UserError
 from hf_memmix.quantization import refuse_quantized
-from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
@@ -36,6 +35,7 @@ from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStude
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
 from hf_memmix.training.trainer_arguments import check_packages, training_arguments, uses_bf16
+from hf_memmix.training_length import slow_learners
 
 logger = logging.getLogger(__name__)
 
@@ -248,8 +248,7 @@ def _check_lengths(student: nn.Module, data) -> None:
     Logs a warning if that is true of most tokens.
     """
     lengths = data.document_lengths()
-    mixers = {mixer.name: mixer for mixer in memory_mixers(student).values()}
-    for name, mixer in mixers.items():
+    for name, mixer in {mixer.name: mixer for mixer in slow_learners(student)}.items():
         # one less than for a loss of the next token: both stages also train the last token of a row
         least = mixer.minimum_training_length(mixer.options) - 1
         if data.block_size < least:

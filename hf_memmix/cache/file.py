@@ -26,6 +26,7 @@ from ..configuration_memmix import MemMixConfig
 from ..mixers import MIXERS
 from .identity import check_same_model, fingerprint
 from .layer import RecurrentLayer
+from .record import note_dtype
 from .rows import check_beams, check_whole
 
 FILE_NAME = "memory.safetensors"
@@ -61,7 +62,7 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
         "fingerprint": json.dumps(fingerprint(cache.config)),
         "layers": json.dumps(layers),
         "static_length": json.dumps(cache.static_length),
-        "dtype": str(getattr(cache, "memmix_dtype", None)).removeprefix("torch."),
+        "dtype": str(cache.memmix.dtype).removeprefix("torch."),
     }
     header["checksum"] = _checksum(tensors, header)
     return _write_atomically(Path(directory), tensors, header)
@@ -145,7 +146,7 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
                 raise ValueError(f"{path}: layer {i}: {error}") from error
         _restore(layer, named, description)
     # files of older versions have no dtype
-    cache.memmix_dtype = getattr(torch, header.get("dtype", "None"), None)
+    note_dtype(cache, getattr(torch, header.get("dtype", "None"), None))
     return cache
 
 

@@ -19,6 +19,7 @@ from ..mixers import ATTENTION
 from .file import load_cache, save_cache
 from .identity import check_same_model
 from .layer import RecurrentLayer, fix_addresses
+from .record import note_model, record_of, static_length_of
 
 
 class RecurrentStateCache(Cache):
@@ -46,21 +47,23 @@ class RecurrentStateCache(Cache):
             layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
         replace_layers(layers, config, static=max_cache_len is not None)
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        self.static_length = max_cache_len
-        _mark_adopted(self, config)
+        _adopt(self, config, max_cache_len)
 
     @property
     def config(self):
         """The configuration of the model to which the cache belongs."""
-        return self.memmix_config
+        return self.memmix.config
+
+    @property
+    def static_length(self) -> int | None:
+        """Length of a static cache in tokens, None for a dynamic one."""
+        return self.memmix.static_length
 
     @classmethod
     def from_cache(cls, cache: Cache, config) -> "RecurrentStateCache":
         """A cache with the layers of `cache`, where layers with mixers get a `RecurrentLayer`; they must be empty."""
-        static_length = static_length_of(cache)
-        adopt_cache(cache, config)
         new = cls.__new__(cls)
-        new.__dict__.update(vars(cache), static_length=static_length)
+        new.__dict__.update(vars(adopt_cache(cache, config)))
         return new
 
     @property
@@ -175,13 +178,6 @@ class RecurrentStateCache(Cache):
         return load_cache(cls, directory, config, device)
 
 
-def static_length_of(cache: Cache | None) -> int | None:
-    """The length of a static cache in tokens; None for a dynamic cache."""
-    if isinstance(cache, StaticCache) and not hasattr(cache, "static_length"):
-        return max(layer.max_cache_len for layer in cache.layers)
-    return getattr(cache, "static_length", None)
-
-
 def stop_past_recording(cache: Cache):
     """See `RecurrentStateCache.stop_past_recording`; also for an adopted cache of the library."""
     for layer in cache.layers:
@@ -232,14 +228,15 @@ def adopt_cache(cache: Cache | None, config) -> Cache | None:
     Raises:
         ValueError: the cache is of another model, or of a kind that cannot hold recurrent states.
     """
-    owner = None if cache is None else getattr(cache, "memmix_config", None)
-    if cache is None or owner is config:
+    record = record_of(cache)
+    if cache is None or (record is not None and record.config is config):
         return cache
-    if owner is not None:
-        check_same_model(owner, config)
+    if record is not None:
+        check_same_model(record.config, config)
+    static_length = static_length_of(cache)  # before all layers that hold it may be replaced
     if not isinstance(cache, RecurrentStateCache):
         _replace_layers_of(cache, config)
-    _mark_adopted(cache, config)
+    _adopt(cache, config, static_length)
     return cache
 
 
@@ -256,7 +253,6 @@ def _replace_layers_of(cache: Cache, config):
     kinds = config.mixer_types
     recurrent = [isinstance(layer, RecurrentLayer) for layer in cache.layers]
     if any(kind != ATTENTION and not done for kind, done in zip(kinds, recurrent, strict=False)):
-        cache.static_length = static_length_of(cache)  # before all layers that hold it may be replaced
         replace_layers(cache.layers, config, static=isinstance(cache, StaticCache))
     elif any(kind == ATTENTION and done for kind, done in zip(kinds, recurrent, strict=False)):
         raise ValueError(
@@ -265,8 +261,6 @@ def _replace_layers_of(cache: Cache, config):
         )
 
 
-def _mark_adopted(cache: Cache, config):
-    """Store in the cache the configuration of its model, and a recurrent layer (or None) for checks of its rows."""
+def _adopt(cache: Cache, config, static_length: int | None):
     order_prefetch(cache, [layer for layer in cache.layers if not isinstance(layer, RecurrentLayer)])
-    cache.memmix_config = config
-    cache.memmix_layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)
+    note_model(cache, config, static_length)

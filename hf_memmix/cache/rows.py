@@ -10,11 +10,12 @@ from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
 from .layer import RecurrentLayer, count_hidden
+from .record import record_of
 
 
 def check_rows(cache: Cache, batch: int):
     """Raise ValueError if an adopted cache has not `batch` sequences, or is left by beam search or half a forward."""
-    layer = cache.memmix_layer
+    layer = cache.memmix.layer
     if layer is None:
         return
     if not layer.static:  # the count of a static cache is on the device: generate() asks once
@@ -61,7 +62,8 @@ def check_hidden(cache: Cache | None, attention_mask: Tensor | None):
 
     `attention_mask` [B, tokens], the cached ones first; None hides nothing. A compiled graph skips this check.
     """
-    layer = getattr(cache, "memmix_layer", None)  # a cache that no model has adopted yet holds no memory
+    record = record_of(cache)  # a cache that no model has adopted yet holds no memory
+    layer = None if record is None else record.layer
     if layer is None or not layer.is_initialized or is_torchdynamo_compiling():
         return
     if attention_mask is None and layer.hidden is None:

@@ -269,6 +269,8 @@ def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained:
         }
     if plain and len(used) == 1:
         (only,) = used
+        if twice := sorted(plain.keys() & mixers.get(only, {}).keys()):
+            raise UserError(f"--option gives {twice[0]} and {only}.{twice[0]}, which are the same; give one of them")
         mixers, plain = mixers | {only: mixers.get(only, {}) | plain}, {}
     for mixer, own in mixers.items():
         options[mixer] = options.get(mixer, {}) | own
@@ -300,5 +302,8 @@ def _parse_options(pairs: list[str]) -> tuple[dict, dict[str, dict]]:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1e-3 as text
-        (mixers.setdefault(mixer, {}) if mixer else plain)[own] = value
+        place = mixers.setdefault(mixer, {}) if mixer else plain
+        if own in place:
+            raise UserError(f"--option gives {name} twice, as {place[own]!r} and as {value!r}; give it once")
+        place[own] = value
     return plain, mixers

@@ -159,6 +159,11 @@ class GKAVisionConfig(PreTrainedConfig):
             raise UserError(f"mixer_options={self.mixer_options!r} must be a dictionary of options, or None")
         options = DEFAULT_OPTIONS.get(self.mixer, {}) if self.mixer_options is None else self.mixer_options
         options = MIXERS[self.mixer].options_class.from_dict(options)
+        if options.local_window:
+            raise UserError(
+                f"local_window={options.local_window} in mixer_options: the windows of images are short, and half of"
+                " the blocks are attention; leave it out"
+            )
         # every output is read, not only those before the last token
         shortest, window = MIXERS[self.mixer].minimum_training_length(options) - 1, min(self.window_sizes)
         if window**2 < shortest:

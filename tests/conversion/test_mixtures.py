@@ -100,6 +100,7 @@ def test_mistakes_in_a_mixture_are_one_clear_line(layers, message):
             {"layers": LAYERS, "rank": 4},
             "rank is an option of one mixer, but the layers use ska, mamba2",
         ),
+        ({"mixer": "gka", "mixers": {"gka": {"ridge": 0.5}}, "ridge": 0.25}, r"ridge=0\.25.*gka.*0\.5"),
         ({"layers": LAYERS, "mixers": {"ska": 3}}, "give options by mixer"),
         ({"layers": LAYERS, "mixers": {"ska": {"nosuch": 3}}}, "nosuch"),
     ],
@@ -283,6 +284,7 @@ def test_what_a_plan_says_is_used_or_refused(tmp_path):
     one = {"mixer": "gka", "keep": [0], "num_layers": 4}
     path.write_text(json.dumps(one | {"mixers": {"gka": {"ridge": 0.5}}}), encoding="utf-8-sig")  # as some editors do
     assert convert_by_plan(teacher, path).config.mixers["gka"]["ridge"] == 0.5
+    assert convert_by_plan(teacher, path, ridge=0.25).config.mixers["gka"]["ridge"] == 0.25
     several = {"mixer_types": TYPES, "num_layers": 4}
     write_plan(several | {"keep": [0], "mixers": None}, path)
     assert convert_by_plan(teacher, path).config.mixer_types == TYPES
@@ -356,6 +358,8 @@ def test_commands_with_a_mixture(workspace):
         (["--layers", "echo", "--keep-layers", "0"], "--layers also says which layers stay attention"),
         (["--layers", "echo", "--option", "rank=4"], "rank is an option of one mixer"),
         (["--layers", "echo", "--option", "gka.ridge=1.0"], "has options of 'gka', but no layer uses it"),
+        (["--option", "gka.ridge=1.0", "--option", "ridge=2.0"], "gka.ridge"),
+        (["--option", "ridge=1.0", "--option", "ridge=2.0"], "ridge"),
         (["--layers", "echo", "--option", ".ridge=1.0"], "is not NAME=VALUE"),
     ],
 )

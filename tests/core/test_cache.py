@@ -550,9 +550,13 @@ def test_library_caches_are_adopted_in_place(kind):
     model = tiny_model("llama", "all")
     options = {"config": model.config} | ({"max_cache_len": 20} if kind is StaticCache else {})
     cache = kind(**options)
+    before = {*vars(cache)}
     with torch.no_grad():
         model(random_ids(1, 5), past_key_values=cache, use_cache=True)
     assert int(cache.get_seq_length()) == 5
+    assert {*vars(cache)} - before == {"memmix"}
+    assert cache.memmix.config is model.config and cache.memmix.dtype is model.dtype
+    assert cache.memmix.static_length == options.get("max_cache_len")
 
 
 def test_adopted_cache_of_another_model():

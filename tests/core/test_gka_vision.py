@@ -275,6 +275,7 @@ def test_public_names():
         ({"mixer": "cnn"}, r"unknown mixer 'cnn'; known: \['attention', "),
         ({"mixer": "attention", "mixer_options": {"ridge": 1}}, "without a mixer: mixer is 'attention'"),
         ({"mixer_options": {"rigde": 1}}, "rigde"),
+        ({"mixer_options": {"local_window": 4}}, "local_window=4"),
         ({"mixer_options": ["ridge"]}, "must be a dictionary of options, or None"),
         ({"mixer": "ska", "mixer_options": {}}, r"ska learns from sequences of 65 tokens .* window_sizes=\[3, 2\]"),
         ({"drop_path_rate": 1.5}, "drop_path_rate=1.5 must be a number from 0 to 0.99"),

@@ -96,6 +96,23 @@ def test_a_trainer_says_so_at_its_first_step(tmp_path, collator, lora):
             assert run.train().global_step == 1
 
 
+@every_path
+def test_a_memory_beside_a_window_that_gets_no_gradient_is_refused(batch):
+    """Only the window would learn. A memory that is frozen is none of its business."""
+    model = build(tiny_config("llama", "all", "ska", options={"local_window": 4})).train()
+    least = least_of(model, "ska")
+    with pytest.raises(ValueError, match=REFUSED.format(least - 1, "ska", least)):
+        model(**batch(least - 1), use_cache=False)
+    for frozen in (False, True):
+        for layer in mixers_of(model).values():
+            layer.memory.requires_grad_(not frozen)
+        model.zero_grad()
+        model(**batch(least - frozen), use_cache=False).loss.backward()
+        for layer in mixers_of(model).values():
+            assert layer.window.v_proj.weight.grad.abs().max() > 0
+            assert frozen or layer.memory.v_proj.weight.grad.abs().max() > 0
+
+
 def test_what_does_not_train_a_mixer_may_be_short():
     """Evaluation, a forward without gradients, a mixer that is frozen, and a sequence that goes on in a cache."""
     model, ids = model_of("ska"), random_ids(1, 3)

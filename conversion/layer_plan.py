@@ -22,7 +22,7 @@ READ = {*ONE_MIXER, *SEVERAL, "layers", "mixers", "trained"}
 # what memmix select writes beside these, for people and for cards; "out" stands in what it prints
 RECORDED = {
     *("mixers_of", "text", "settings", "environment", "teacher", "candidates", "budget", "totals", "single"),
-    *("times_of", "scores", "recipe", "train_tokens", "out"),
+    *("times_of", "scores", "recipe", "train_tokens", "out", "stand_in", "trace"),
 }
 
 

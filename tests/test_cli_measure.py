@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.written import MARKER, mark_folder
+from hf_memmix.training.card_inputs import read_plan
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SMALL = ["--lengths", "48,64", "--samples", "2", "--depths", "0,1", "--json"]
@@ -198,6 +199,34 @@ def test_select_convert_and_take_the_mixers_over(workspace):
         converted = memmix("convert", *teacher, "--trained", workspace / "student", *extra, "--out", out, "--json")
         assert result_of(converted)["kept"] == []
         assert json.loads((out / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == expected
+
+
+def test_a_greedy_choice_before_any_training(workspace):
+    teacher, plan = ["--teacher", workspace / "teacher"], workspace / "plans" / "plan.json"
+    select = ["select", *teacher, "--stand-in", "window", "--window", "8", "--keep-count", "1", "--length", "48",
+              "--text", workspace / "text.txt", "--samples", "1", "--tasks", "niah", "--max-tokens", "96",
+              "--mixer", "window", "--out", plan]  # fmt: skip
+    result = result_of(memmix(*select, "--json"))
+    saved = json.loads(plan.read_text())
+    assert saved | {"out": str(plan)} == result and [row["kept"] for row in saved["trace"]] == [0, 1]
+    assert saved["keep"] == [saved["trace"][1]["layer"]] and saved["stand_in"]["window"] == 8
+    assert sorted(p.name for p in plan.parent.iterdir()) == ["plan.json", "plan.png", "plan.search"]
+    converted = result_of(memmix("convert", *teacher, "--plan", plan, "--out", workspace / "s", "--json"))
+    assert converted["kept"] == saved["keep"]
+    assert json.loads((workspace / "s" / "config.json").read_text())["mixers"]["window"]["window"] == 8
+    assert read_plan(plan)["trace"] == saved["trace"]  # of a card
+
+    for written in (plan, plan.with_suffix(".png")):
+        written.unlink()
+    run = memmix(*select)  # the measurements stayed: the same search is not repeated, another one is refused
+    assert run.exit_code == 0 and json.loads(plan.read_text()) == saved and "measuring" not in run.stderr
+    for written in (plan, plan.with_suffix(".png")):
+        written.unlink()
+    run = memmix(*select, "--drop")
+    assert run.exit_code == 1 and "drop was False, is True" in run.stderr.splitlines()[-1]
+    run = memmix(*select, "--drop", "--overwrite", "--window", "48")
+    assert run.exit_code == 0 and "no layer loses anything" in run.stderr
+    assert all(row["loss"] == 0 for row in json.loads(plan.read_text())["trace"])
 
 
 def test_mistakes_of_plans_are_one_clear_line(workspace):

@@ -223,9 +223,22 @@ def _plan(plan: dict | None) -> str:
         return ""
     if "mixer_types" in plan:
         return _mixture(plan)
+    if "trace" in plan:
+        return _greedy(plan)
     ranked = sorted(plan["layers"], key=lambda row: row["rank"])
     scores = ", ".join(f"{row['layer']} ({row['score']:.3f})" for row in ranked)
     return f"\nCost of replacing each layer alone by its mixer, in nats: {scores}.\n"
+
+
+def _greedy(plan: dict) -> str:
+    """The layers in the order of their choice, each with the loss after it."""
+    first, *steps = plan["trace"]
+    losses = ", ".join(f"{row['layer']} ({row['loss']:.3f})" for row in steps)
+    change = "lost its attention" if plan["stand_in"].get("drop") else "got its attention back"
+    return (
+        f"\nKept layers: chosen before training, with a window of {plan['stand_in']['window']} tokens in place of the"
+        f" mixers; one layer after the other {change}. Loss in nats: {first['loss']:.3f} before, then {losses}.\n"
+    )
 
 
 def _mixture(plan: dict) -> str:

@@ -23,6 +23,7 @@ STAGE = {"stage": str, "steps": int, "tokens": int, "last_loss": NUMBER, "second
 PROBES = {"models": {"student": dict}, "settings": {"lengths": [int]}, "summary": [dict]}
 FIGURES = {"exact": NUMBER, "choice": (None, NUMBER), "gain": (None, NUMBER), "gain_error": (None, NUMBER)}
 PLAN = {"keep": [int], "num_layers": int}
+GREEDY = PLAN | {"mixer": str, "trace": [{"layer": (None, int), "loss": NUMBER}], "stand_in": {"window": int}}
 ONE_MIXER = PLAN | {"mixer": str, "layers": [{"layer": int, "rank": int, "score": NUMBER}]}
 SEVERAL = PLAN | {"mixer_types": [str], "candidates": [str], "scores": [{"layer": int, "mixers": dict}]}
 
@@ -48,7 +49,7 @@ def read_plan(path: str | Path) -> dict:
     """The plan of `memmix select`, for one mixer or for several."""
     plan = read_measurement(path, {})
     if "mixer_types" not in plan:
-        return read_measurement(path, ONE_MIXER)
+        return read_measurement(path, GREEDY if "trace" in plan else ONE_MIXER)
     plan = read_measurement(path, SEVERAL)
     row = {"layer": int, "mixers": {kind: {"score": NUMBER} for kind in plan["candidates"]}}
     found = read_measurement(path, SEVERAL | {"scores": [row]})

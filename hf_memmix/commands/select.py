@@ -1,7 +1,8 @@
 """The command `memmix select`: which layers stay attention, and which of several mixers each other layer gets.
 
-With one mixer it ranks the layers (`select_layers`). With --mixers, or several students, it aligns every candidate in
-every layer and chooses a mixture under a budget (`select_mixture`).
+With one mixer it ranks the layers (`select_layers`). With --stand-in it chooses them greedily before any training
+(`select_greedy`). With --mixers, or several students, it aligns every candidate in every layer and chooses a mixture
+under a budget (`select_mixture`).
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from hf_memmix.commands.checks import check_placement, check_texts, choice_of_la
 from hf_memmix.commands.common import Device, DeviceMap, Json, KeepCount, KeepLayers, Overwrite
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.measure import BatchSize, Seed, Text
+from hf_memmix.commands.select_greedy import SEARCH_ENDING, WINDOW, check_stand_in, select_greedy
 from hf_memmix.commands.select_layers import PLOT_ENDING, select_layers
 from hf_memmix.commands.select_mixture import MIXERS_ENDING, select_mixture
 from hf_memmix.errors import UserError
@@ -42,6 +44,21 @@ class Candidates:
         str | None,
         typer.Option(help='Choose one of these mixers for every layer: names with commas between them, or "all".'),
     ] = None
+
+
+class StandIn:
+    """A choice before any training."""
+
+    stand_in: Annotated[
+        str | None,
+        typer.Option(help='"window": choose the kept layers one by one, with short attention in all others.'),
+    ] = None
+    window: Annotated[int | None, typer.Option(min=1, help="Tokens of these windows.", show_default=str(WINDOW))] = (
+        None
+    )
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Begin with attention in all layers, and take it from one after the other.")
+    ] = False
 
 
 class Budget:
@@ -87,7 +104,7 @@ class Measurement:
     batch_size: BatchSize = 8
 
 
-class SelectOptions(Measurement, Alignment, Budget, Candidates, Output):
+class SelectOptions(Measurement, Alignment, Budget, StandIn, Candidates, Output):
     """The options of `memmix select`."""
 
     device: Device = None
@@ -102,8 +119,9 @@ def select(args) -> None:
     """Measure what each layer loses with a mixer in place of attention, and write a plan for `memmix convert`.
 
     With one mixer, the layers that cost most stay attention: a quarter of them, --keep-count of them, or those of
-    --keep-layers. With --mixers, every layer gets one of several mixers, under the budgets that are given; without
-    --keep-count or --keep-layers no layer stays attention.
+    --keep-layers. With --stand-in window they are chosen one after the other, from the teacher alone, whose other
+    layers read the last --window tokens only. With --mixers, every layer gets one of several mixers, under the budgets
+    that are given; without --keep-count or --keep-layers no layer stays attention.
 
     With --device-map auto, the teacher is spread over all devices, and a mixer is on one only while it computes. The
     candidates of a mixture must then be aligned already.
@@ -115,6 +133,7 @@ def select(args) -> None:
 
     check_placement(args.device, args.device_map)
     _check_output(args)
+    check_stand_in(args)
     args.student = args.student or []
     several = args.mixers is not None or len(args.student) > 1
     _check_candidates(args, several)
@@ -130,17 +149,20 @@ def select(args) -> None:
     args.folder, args.students = given_model(args.teacher), [given_model(name) for name in args.student]
     if args.kept is not None:
         args.kept.number(layers_of(args.folder))
-    select_mixture(args) if several else select_layers(args)
+    if args.stand_in is not None:
+        select_greedy(args)
+    else:
+        select_mixture(args) if several else select_layers(args)
 
 
 def _check_output(args) -> None:
-    """Raise UserError unless the plan, its plot and the aligned mixers have three names that are ours to write."""
+    """Raise UserError unless the plan and what stands beside it have different names that are ours to write."""
     from hf_memmix.conversion.written import check_file
 
-    if args.out_file.suffix in (PLOT_ENDING, MIXERS_ENDING) or args.out_file.is_dir():
+    if args.out_file.suffix in (PLOT_ENDING, MIXERS_ENDING, SEARCH_ENDING) or args.out_file.is_dir():
         raise UserError(
-            f"--out is {str(args.out_file)!r}; give a JSON file; its plot gets the ending {PLOT_ENDING}, and the"
-            f" folder of aligned mixers {MIXERS_ENDING}"
+            f"--out is {str(args.out_file)!r}; give a JSON file; its plot gets the ending {PLOT_ENDING}, the folder of"
+            f" aligned mixers {MIXERS_ENDING}, and the file of a search {SEARCH_ENDING}"
         )
     check_file(args.out_file, args.overwrite, '"num_layers"', "a plan")
     check_file(args.out_file.with_suffix(PLOT_ENDING), args.out_file.exists(), "", "a plot")  # of this plan

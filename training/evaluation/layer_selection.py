@@ -101,13 +101,13 @@ def _costs(teacher, student, swaps, blocks, samples, batch_size, progress) -> tu
     for batch in batches:
         batch = batch.to(device)
         target = _hidden(teacher, batch)
-        base["loss"] += _losses(head, target, batch) / count
+        base["loss"] += text_loss(head, target, batch) / count
         advance()
         for row in rows:
             with swapped(teacher, student, row["layers"]):
                 hidden = _hidden(teacher, batch)
-            row["kl"] += _divergence(head, target, hidden) / count
-            row["loss"] += _losses(head, hidden, batch) / count
+            row["kl"] += divergence(head, target, hidden) / count
+            row["loss"] += text_loss(head, hidden, batch) / count
             advance()
     for row in [base, *rows]:
         with swapped(teacher, student, row.get("layers", [])):
@@ -123,7 +123,7 @@ def _hidden(model: nn.Module, batch: Tensor) -> Tensor:
     return model.base_model(input_ids=batch, use_cache=False).last_hidden_state
 
 
-def _losses(head, hidden: Tensor, batch: Tensor) -> float:
+def text_loss(head, hidden: Tensor, batch: Tensor) -> float:
     """Sum of the nll; logits of one row at a time. The GPU is read once, because each reading waits for it."""
     losses = []
     for h, ids in zip(hidden, batch, strict=True):
@@ -132,7 +132,7 @@ def _losses(head, hidden: Tensor, batch: Tensor) -> float:
     return exact(torch.stack(losses)).sum().item()
 
 
-def _divergence(head, target: Tensor, hidden: Tensor) -> float:
+def divergence(head, target: Tensor, hidden: Tensor) -> float:
     """Sum of the forward KL over predicted tokens."""
     totals = []
     for theirs, ours in zip(target, hidden, strict=True):

@@ -69,15 +69,31 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control:
     return scores
 
 
+@torch.no_grad()
+def nll_of_answers(model: nn.Module, head, hidden: Tensor, batch: list[Sample]) -> list[float]:
+    """The `Scores.nll` of all answers of a batch from the last hidden states [B, T, hidden] of its sequences.
+
+    head: `logits_head(model)`.
+    """
+    results, found = iter(_answer_tokens(model, head, hidden, batch)), []
+    for answer in (answer for sample in batch for answer in sample.answers):
+        found.append(_nll([next(results) for _ in range(answer.start, answer.stop)]))
+    return found
+
+
 def _nll(rows: list[tuple]) -> float:
     return -sum(row[0] for row in rows) / len(rows)
 
 
 def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], device) -> list[tuple]:
+    hidden = model.base_model(input_ids=torch.tensor(rows, device=device), use_cache=False).last_hidden_state
+    return _answer_tokens(model, head, hidden, batch)
+
+
+def _answer_tokens(model: nn.Module, head, hidden: Tensor, batch: list[Sample]) -> list[tuple]:
     """For every answer token: its log probability, whether it is the likeliest token, and whether it is the likeliest
     candidate (None without candidates).
     """
-    hidden = model.base_model(input_ids=torch.tensor(rows, device=device), use_cache=False).last_hidden_state
     places = [(row, at, a) for row, s in enumerate(batch) for a in s.answers for at in range(a.start, a.stop)]
     found = []
     size = max(1, CHUNK_LOGITS // model.config.vocab_size)

@@ -1,0 +1,111 @@
+"""`memmix select --stand-in window`: a greedy choice of the kept layers from the teacher alone."""
+
+from datetime import timedelta
+
+from rich.table import Table
+
+from hf_memmix.commands.checks import layers_of, library
+from hf_memmix.commands.common import load, out, print_json, tokenizer_of
+from hf_memmix.commands.measure import environment_of
+from hf_memmix.commands.progress import progress, tell
+from hf_memmix.commands.select_layers import PLOT_ENDING, selection_data
+from hf_memmix.errors import UserError
+
+SEARCH_ENDING = ".search"  # of the file with the measurements, beside the plan
+WINDOW = 64  # tokens
+
+
+def check_stand_in(args) -> None:
+    """Raise UserError if an option belongs to another kind of `memmix select` than the one that is asked for."""
+    if args.stand_in is None:
+        if args.window is not None or args.drop:
+            given = "--drop" if args.window is None else f"--window {args.window}"
+            raise UserError(f"{given} belongs to a choice with stand-ins; add --stand-in window, or leave it out")
+        return
+    if args.stand_in != "window":
+        raise UserError(f"--stand-in is {args.stand_in!r}; it can be window")
+    names = ("student", "mixers", "train_text", "steps", "state_bytes", "decode_ms", "keep_layers")
+    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    if wrong := [name for name, value in given.items() if value]:
+        raise UserError(
+            f"--stand-in window chooses the kept layers from the teacher alone and would not read {wrong[0]}; leave"
+            " one of the two out"
+        )
+
+
+def select_greedy(args) -> None:
+    """Choose the layers that stay attention with windows in place of the mixers, and write a plan.
+
+    args: the options of `memmix select`, checked. The measurements stay in a file beside the plan: an interrupted
+        search continues, and another number of kept layers needs few new measurements.
+    """
+    with library():
+        from hf_memmix.conversion import LayerChoice
+        from hf_memmix.conversion.from_attention import start_of
+        from hf_memmix.conversion.hashes import teacher_hash
+        from hf_memmix.conversion.layer_plan import write_plan
+        from hf_memmix.conversion.limits import check_length
+        from hf_memmix.training.evaluation.greedy_choice import Search, plot_trace
+        from hf_memmix.training.run_identity import config_of
+        from hf_memmix.training.run_lock import run_lock
+
+    kind = "gka" if args.mixer is None else args.mixer
+    start_of(kind)
+    layers = layers_of(args.folder)
+    count = (args.kept or LayerChoice.counted("0.25")).number(layers)
+    if count == layers:  # refused before minutes of work
+        raise UserError(f"--keep-count keeps all {layers} layers, so nothing is left to convert; keep fewer")
+    window = WINDOW if args.window is None else args.window
+    file = args.out_file.with_suffix(SEARCH_ENDING)
+    with run_lock(file):
+        tokenizer = tokenizer_of(args.folder)
+        teacher = load(args.folder, args.device, device_map=args.device_map)
+        check_length(teacher, "teacher", args.length, "--length", "give a shorter one")
+        if window >= args.length:
+            tell(
+                f"--window is {window}, and a sequence has {args.length} tokens (--length): no layer loses anything"
+                " here; give a smaller window or longer sequences"
+            )
+        data = selection_data(tokenizer, args, teacher)
+        hashed = teacher_hash(args.folder if args.device_map is not None else teacher)
+        search = Search(
+            teacher,
+            data,
+            window=window,
+            drop=args.drop,
+            weight=args.weight,
+            batch_size=args.batch_size,
+            file=file,
+            identity=data.record | {"teacher": hashed, "config": config_of(teacher.config)},
+            restart=args.overwrite,
+        )
+
+        def estimate(seconds: float) -> None:
+            tell(f"the search takes about {timedelta(seconds=max(1, round(seconds)))}, by one measured forward")
+
+        with progress("measuring sets of layers:") as advance:
+            found = search.run(count, advance, estimate)
+    plan = {
+        "mixer": kind,
+        "keep": found["keep"],
+        "num_layers": layers,
+        "stand_in": {"mixer": args.stand_in, "window": window, "drop": args.drop},
+        **data.record,
+        "environment": environment_of({"teacher": teacher}),
+        "teacher": found["teacher"],
+        "trace": found["trace"],
+    }
+    if kind == args.stand_in:
+        plan["mixers"] = {kind: {"window": window}}  # the layer that was measured
+    write_plan(plan, args.out_file)
+    plot_trace(plan, args.out_file.with_suffix(PLOT_ENDING))
+    if args.as_json:
+        print_json(plan | {"out": str(args.out_file)})
+        return
+    change = "loses attention" if args.drop else "gets attention back"
+    table = Table("kept", change, "loss", "KL per token", "nll of answers")
+    for row in plan["trace"]:
+        layer = "" if row["layer"] is None else str(row["layer"])
+        table.add_row(str(row["kept"]), layer, f"{row['loss']:.4f}", f"{row['kl']:.4f}", f"{row['nll']:+.4f}")
+    out.print(table)
+    out.print(f"memmix convert --plan {args.out_file} keeps layers {plan['keep']}")

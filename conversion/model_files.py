@@ -112,6 +112,14 @@ def _refuse_gguf(folder: Path) -> None:
         )
 
 
+def chat_template_of(folder: Path) -> Path | None:
+    """The file that holds the chat template of a tokenizer; None if it has none."""
+    if (template := folder / "chat_template.jinja").is_file():
+        return template
+    config = folder / "tokenizer_config.json"
+    return config if config.is_file() and read_json(config).get("chat_template") else None
+
+
 def quantization_of(raw: dict) -> str | None:
     """The quantization method in a config.json; None if there is none or transformers removes it while loading."""
     found = raw.get("quantization_config")

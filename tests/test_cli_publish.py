@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from cli_runner import memmix, result_of
 from hf_memmix.conversion.written import check_replaceable
 from hub_stand_in import TOKEN, hub
-from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+from tiny_teachers import CHAT, chat_tokenizer, tiny_teacher, tiny_text, tiny_tokenizer
 
 ABOUT = ["--base-model", "me/teacher", "--license", "apache-2.0"]
 
@@ -75,7 +75,7 @@ def push(folder, monkeypatch):
 
 def test_the_card_holds_the_measurements(folder):
     measurements = ["--probes", folder / "eval" / "probes.json", "--stage", folder / "align.json"]
-    run = write_card(folder, *measurements, "--repo", "me/small")
+    run = write_card(folder, *measurements, "me/small")
     assert run.exit_code == 0, run.output
     card = ModelCard.load(folder / "student" / "README.md")
     report = json.loads((folder / "report.json").read_text())
@@ -150,7 +150,7 @@ def test_measurements_of_other_weights_are_refused(folder):
 
 
 def test_push_is_one_commit_of_model_and_card(folder, push):
-    assert write_card(folder, "--repo", "me/small").exit_code == 0
+    assert write_card(folder, "me/small").exit_code == 0
     (folder / "student" / "checkpoint-3").mkdir()
     (folder / "student" / "checkpoint-3" / "optimizer.pt").write_bytes(b"large")
     (folder / "student" / ".secret").write_text("not for others")
@@ -170,7 +170,7 @@ def test_push_is_one_commit_of_model_and_card(folder, push):
 
 @pytest.mark.product  # a new process
 def test_push_reads_its_settings_from_the_environment(folder):
-    assert write_card(folder, "--repo", "me/small").exit_code == 0
+    assert write_card(folder, "me/small").exit_code == 0
     with hub() as server:
         env = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
         env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
@@ -217,7 +217,7 @@ def test_a_refusal_by_the_hub_is_one_clear_line(folder, push):
 
 
 def test_a_dry_run_names_the_files_and_sends_nothing(folder, push):
-    assert write_card(folder, "--repo", "me/small").exit_code == 0
+    assert write_card(folder, "me/small").exit_code == 0
     (folder / "student" / ".secret").write_text("not for others")
     with hub() as server:
         run = push(server.url, "--dry-run", "--json", token=None)
@@ -231,19 +231,44 @@ def test_a_dry_run_names_the_files_and_sends_nothing(folder, push):
 
 
 def test_a_card_refuses_invalid_names(folder):
-    about = {"--base-model": "me/teacher", "--license": "mit", "--language": "en", "--repo": "me/small"}
+    about = {"--base-model": "me/teacher", "--license": "mit", "--language": "en"}
     for option, value in (
         ("--base-model", "../../etc"),
         ("--base-model", "me/teacher\nlicense: mit"),
         ("--license", "mit\ntags: [x]"),
         ("--license", ""),
         ("--language", "en\n- de"),
-        ("--repo", "/etc/passwd"),
+        (None, "/etc/passwd"),
     ):
-        options = [part for pair in (about | {option: value}).items() for part in pair]
-        run = memmix("card", folder / "student", "--report", folder / "report.json", *options)
+        options = [part for pair in (about | ({option: value} if option else {})).items() for part in pair]
+        repo = "me/small" if option else value
+        run = memmix("card", folder / "student", repo, "--report", folder / "report.json", *options)
         assert run.exit_code == 1 and "Traceback" not in run.output and "give " in run.output, (option, run.output)
         assert f"is {value!r}" in run.output and not (folder / "student" / "README.md").exists()
+
+
+def test_all_missing_options_are_named_at_once(folder):
+    run = memmix("card", folder / "student", "--license", "mit")
+    assert run.exit_code == 2 and "--report" in run.output and "--base-model" in run.output
+    assert "'--license" not in run.output
+
+
+def test_the_example_of_a_card_runs(folder, monkeypatch, capsys):
+    """Of a base model, and of one with a chat template: there it gives the model's answer to a question."""
+    monkeypatch.chdir(folder)
+    for template in (None, CHAT):
+        if template is not None:
+            chat_tokenizer(template).save_pretrained("student")
+            config = json.loads((folder / "student" / "tokenizer_config.json").read_text())
+            assert "chat_template" in config or (folder / "student" / "chat_template.jinja").exists()
+            larger = tiny_teacher("llama", layers=2, vocab_size=300)
+            monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *a, m=larger, **k: m)
+        assert write_card(folder, "--overwrite").exit_code == 0
+        content = (folder / "student" / "README.md").read_text()
+        code = content.partition("```python\n")[2].partition("```")[0]
+        assert ("apply_chat_template" in code) == (template is not None)
+        exec(code, {})
+        assert capsys.readouterr().out.strip()
 
 
 def test_a_card_refuses_the_plan_of_another_model(folder):

@@ -19,6 +19,7 @@ from hf_memmix.serving.families import refusal_of_serving
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.serving.vllm import versions
 from testing import MIXERS, backbone_config, random_ids, tiny_config, tiny_model
+from tiny_teachers import CHAT
 
 TINY = asset_path("tiny_gka")
 LENGTHS = (2048, 16384, 65536)
@@ -109,6 +110,29 @@ def test_command_prints_and_starts(vllm_is_here, monkeypatch):
     assert result.exit_code == 0, result.output
     ((_, *arguments),) = started
     assert arguments == ["-m", serve.VLLM, "serve", str(TINY), "--port=8001", "--kv-cache-memory-bytes=1000000000"]
+
+
+def test_a_model_with_a_chat_template_chats(vllm_is_here, monkeypatch, tmp_path):
+    """vLLM gets the file of the template, unless one is named. It finds a template in the tokenizer's config itself."""
+    started = []
+    monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments[4:]))
+    for file in TINY.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = tmp_path / "chat_template.jinja"
+    assert json.loads(memmix("serve", "--json", tmp_path).stdout)["chat_template"] is None
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": CHAT}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert json.loads(memmix("serve", "--json", tmp_path).stdout)["chat_template"].endswith("tokenizer_config.json")
+    memmix("serve", tmp_path)
+    template.write_text(CHAT)
+    memmix("serve", tmp_path, "--port=8001")
+    memmix("serve", tmp_path, "--chat-template=other.jinja")
+    folder = str(tmp_path)
+    assert started == [
+        [folder],
+        [folder, "--port=8001", "--chat-template", str(template)],
+        [folder, "--chat-template=other.jinja"],
+    ]
 
 
 @pytest.mark.parametrize(

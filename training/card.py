@@ -12,12 +12,20 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_memmix.conversion.model_files import check_model_folder
+from hf_memmix.conversion.model_files import chat_template_of, check_model_folder
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.gains import gain_text
 from hf_memmix.training.stage_time import time_text
 
+# what the example of a card does with the tokenizer and the model; a model with a chat template is asked
+CONTINUE = """prompt = tokenizer("It was a fine morning, and", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=80)[0]))"""
+ASK = """messages = [{"role": "user", "content": "What is a sonnet?"}]
+options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+prompt = tokenizer.apply_chat_template(messages, **options).to(model.device)
+answer = model.generate(**prompt, max_new_tokens=200)[0, prompt["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
@@ -119,6 +127,7 @@ def student_card(
         name=name.split("/")[-1],
         repo=name,
         base=base_model,
+        example=CONTINUE if chat_template_of(folder) is None else ASK,
         converted=len(kinds) - len(kept),
         layers=len(kinds),
         kept=f" Attention, with its growing cache, remains in layer {', '.join(map(str, kept))}." if kept else "",

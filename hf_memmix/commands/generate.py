@@ -1,5 +1,7 @@
-"""`memmix generate`: continue a prompt."""
+"""`memmix generate`: continue a prompt, or chat."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +15,19 @@ from hf_memmix.errors import UserError
 
 @one_line_errors
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; with --chat the only message.", show_default=False)
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="A folder or a Hub id; default: the bundled GKA model.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Chat by the model's template: one message a line, or --prompt alone.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: the message of the system, which comes first.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of new tokens.", show_default="128, in a chat 512")
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Temperature of the sampling; 0 takes the most likely token.")
     ] = 0.8,
@@ -28,45 +40,103 @@ def generate(
     device_map: DeviceMap = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt and print the text as it is generated."""
-    import time
+    """Continue a prompt, or chat, and print the text as it is generated.
 
+    Special tokens are printed as they are. In a chat, an earlier turn is not read again.
+    """
     from hf_memmix.assets import asset_path
 
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"--prompt is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by iconv"
-        ) from None
-    if not prompt:
-        raise UserError("the prompt is empty; give at least one word")
+    _check_messages(prompt, chat, system, as_json)
     check_placement(device, device_map)
     folder = given_model(model) or asset_path("tiny_gka")
     with library():
         import torch
-        from transformers import TextStreamer
 
-        from hf_memmix.conversion.limits import check_length, check_tokens
-
+    torch.manual_seed(seed)
     network, tokenizer = load(folder, device, device_map=device_map), tokenizer_of(folder)
+    options = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    options["max_new_tokens"] = max_new_tokens or (512 if chat else 128)
+    about = {"model": str(model or folder)}
+    if chat:
+        _chat(network, tokenizer, options, prompt, system, about, as_json)
+    else:
+        _continue(network, tokenizer, options, prompt, about, as_json)
+
+
+def _check_messages(prompt: str | None, chat: bool, system: str | None, as_json: bool) -> None:
+    """Raise UserError for a missing or empty prompt, text that is not UTF-8, and options that would be ignored."""
+    for name, text in (("--prompt", prompt), ("--system", system)):
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{name} is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by"
+                " iconv"
+            ) from None
+    if prompt is None and not chat:
+        raise UserError("there is no prompt; give --prompt, or --chat for a conversation")
+    if prompt is None and as_json:
+        raise UserError("--json prints one answer; give the message by --prompt too")
+    if prompt == "":
+        raise UserError("the prompt is empty; give at least one word")
+    if system is not None and not chat:
+        raise UserError("--system belongs to --chat; give --chat too, or leave it out")
+
+
+def _continue(network, tokenizer, options: dict, prompt: str, about: dict, as_json: bool) -> None:
+    import time
+
+    from transformers import TextStreamer
+
+    from hf_memmix.conversion.limits import check_length, check_tokens
+
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
-    if inputs["input_ids"].shape[1] == 0:
+    read = inputs["input_ids"].shape[1]
+    if read == 0:
         raise UserError("the prompt is empty; give at least one word")
     check_tokens(inputs["input_ids"][0].tolist(), network, tokenizer, "--prompt")
-    total = inputs["input_ids"].shape[1] + max_new_tokens
+    total = read + options["max_new_tokens"]
     check_length(network, "model", total, "prompt with --max-new-tokens", "ask for fewer")
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-    streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
+    streamer = None if as_json else TextStreamer(tokenizer)
     start = time.perf_counter()
-    tokens = network.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=streamer)[0]
+    tokens = network.generate(**inputs, **options, streamer=streamer)[0]
     seconds = time.perf_counter() - start
-    new = len(tokens) - inputs["input_ids"].shape[1]
+    new = len(tokens) - read
     if as_json:
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        print_json(
-            {"model": str(model or folder), "text": text, "new_tokens": new, "tokens_per_second": new / seconds}
-        )
+        text = tokenizer.decode(tokens)
+        print_json(about | {"text": text, "new_tokens": new, "tokens_per_second": new / seconds})
     else:
         err.print(f"{new} tokens, {new / seconds:.1f} tokens/s", style="dim")
+
+
+def _chat(network, tokenizer, options: dict, prompt: str | None, system: str | None, about: dict, as_json: bool):
+    import time
+
+    from hf_memmix.commands.chat import Chat
+
+    chat = Chat(network, tokenizer, options, system)
+    for message in _lines() if prompt is None else [prompt]:
+        start = time.perf_counter()
+        turn = chat.say(message, stream=not as_json)
+        seconds = time.perf_counter() - start
+        if as_json:
+            numbers = {"new_tokens": turn.new_tokens, "tokens_per_second": turn.new_tokens / seconds}
+            print_json(about | {"text": turn.text, "messages": chat.messages} | numbers)
+        else:
+            speed = f"{turn.new_tokens} tokens, {turn.new_tokens / seconds:.1f} tokens/s"
+            err.print(f"{speed}; read {turn.read_tokens} of {turn.all_tokens} tokens", style="dim")
+
+
+def _lines() -> Iterator[str]:
+    """The messages of a user, one a line, to the end of the input (Ctrl-D on a terminal). Empty lines are skipped."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401, gives `input` a history
+
+        err.print("one message a line; Ctrl-D ends", style="dim")
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line

@@ -12,6 +12,7 @@ from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.errors import UserError
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
+_REPO = "Repository on the Hub, NAME/MODEL"
 # files in the folder of a run that are not part of a model
 NOT_UPLOADED = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
 
@@ -19,12 +20,17 @@ NOT_UPLOADED = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/*
 @one_line_errors
 def card(
     model: Folder,
-    report: Annotated[Path, typer.Option(help="JSON file with the output of memmix report --json on this model.")],
-    base_model: Annotated[str, typer.Option(help="Name of the teacher on the Hub.")],
+    repo: Annotated[str | None, typer.Argument(help=f"{_REPO}, which the example names; default: the folder.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="JSON file with the output of memmix report --json on this model. [required]")
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="Name of the teacher on the Hub. [required]")] = None,
     license_name: Annotated[
-        str, typer.Option("--license", help="License of the teacher, by its identifier on the Hub, e.g. apache-2.0.")
-    ],
-    repo: Annotated[str | None, typer.Option(help="Name that the model will have on the Hub.")] = None,
+        str | None,
+        typer.Option(
+            "--license", help="License of the teacher, by its identifier on the Hub, e.g. apache-2.0. [required]"
+        ),
+    ] = None,
     language: Annotated[str, typer.Option(help="Language code of the model, e.g. en.")] = "en",
     probes: Annotated[Path | None, typer.Option(help="The file probes.json of memmix eval on this model.")] = None,
     stage: Annotated[
@@ -40,6 +46,9 @@ def card(
     from hf_memmix.training.card import student_config
     from hf_memmix.training.card_inputs import read_plan, read_probes, read_report, read_stage
 
+    required = {"--report": report, "--base-model": base_model, "--license": license_name}
+    if missing := [name for name, value in required.items() if value is None]:  # typer would name the first one alone
+        raise typer.BadParameter("it is required; see memmix card --help", param_hint=" ".join(missing))
     student_config(model)
     target = model / "README.md"
     check_file(target, overwrite, r"<!-- weights [0-9a-f]{64} -->", "a card")
@@ -64,9 +73,7 @@ def card(
 @one_line_errors
 def push(
     model: Folder,
-    repo: Annotated[
-        str, typer.Argument(help="Repository on the Hub, NAME/MODEL; it is created if it does not exist.")
-    ],
+    repo: Annotated[str, typer.Argument(help=f"{_REPO}; it is created if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None,
     message: Annotated[str, typer.Option(help="Message of the commit.")] = "Upload by memmix push",

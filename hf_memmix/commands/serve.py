@@ -25,27 +25,41 @@ def serve(
 ) -> None:
     """Serve a converted model with vLLM. Options of `vllm serve` follow the model: memmix serve DIR --port 8001.
 
-    First it prints the memory that one sequence takes, and how many sequences fit into the memory.
+    First it prints the memory that one sequence takes, and how many sequences fit into the memory. A model with a chat
+    template chats at /v1/chat/completions.
     """
-    prepare(model, context.args, show=not as_json, as_json=as_json)
+    template = prepare(model, context.args, show=not as_json, as_json=as_json)
     if not (check or as_json):
-        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(model), *context.args])
+        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(model), *context.args, *template])
 
 
 @one_line_errors
-def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> None:
-    """Raise ValueError if vLLM cannot serve the model; print what it costs."""
+def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> list[str]:
+    """Print what a model costs; returns the options that give vLLM its chat template.
+
+    Raises ValueError if vLLM cannot serve the model.
+    """
+    from hf_memmix.conversion.model_files import chat_template_of
+
     folder = given_model(model)
     with library():
         from hf_memmix.serving.capacity import capacity, check_installation, check_model
 
     check_installation()
     config = check_model(folder)
-    record = capacity(folder, config, arguments, LENGTHS)
+    template = chat_template_of(folder)
+    record = capacity(folder, config, arguments, LENGTHS) | {"chat_template": template and str(template)}
     if as_json:
         print_json(record)
     if show:
         _print(record)
+        chats = f"with the template of {template}" if template else "no: the tokenizer has no chat template"
+        err.print(f"chats at /v1/chat/completions: {chats}", markup=False, highlight=False, soft_wrap=True)
+    given = any(argument.startswith("--chat-template") for argument in arguments)
+    # a template in tokenizer_config.json is read by vLLM with the tokenizer, as are several templates
+    several = (folder / "additional_chat_templates").is_dir()
+    whole_file = template is not None and template.suffix == ".jinja"
+    return ["--chat-template", str(template)] if whole_file and not (given or several) else []
 
 
 def _print(record: dict) -> None:

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from cli_runner import memmix, result_of
 from hf_memmix.commands import app
-from hf_memmix.commands.chat import Chat
 from hf_memmix.conversion import convert_model, save_student
+from hf_memmix.training.chat import Chat
 from tiny_teachers import CHAT, chat_tokenizer, tiny_teacher, tiny_tokenizer
 
 TRIMS = CHAT.replace("m.content", "m.content[:1]")  # changes what the model has said

@@ -113,7 +113,7 @@ def test_command_prints_and_starts(vllm_is_here, monkeypatch):
 
 
 def test_a_model_with_a_chat_template_chats(vllm_is_here, monkeypatch, tmp_path):
-    """vLLM gets the file of the template, unless one is named. It finds a template in the tokenizer's config itself."""
+    """vLLM gets the file of the template, unless one is named. A template in the tokenizer config it finds itself."""
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments[4:]))
     for file in TINY.iterdir():

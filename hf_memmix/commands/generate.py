@@ -112,7 +112,7 @@ def _continue(network, tokenizer, options: dict, prompt: str, about: dict, as_js
 def _chat(network, tokenizer, options: dict, prompt: str | None, system: str | None, about: dict, as_json: bool):
     import time
 
-    from hf_memmix.commands.chat import Chat
+    from hf_memmix.training.chat import Chat
 
     chat = Chat(network, tokenizer, options, system)
     for message in _lines() if prompt is None else [prompt]:

@@ -5,7 +5,7 @@ brings them all to this form, so the functions in `from_attention` need no code 
 returns one `TensorFate` for every tensor of `attention.tensors()`. The conversion refuses a tensor without a fate.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -54,6 +54,24 @@ class AttentionWeights:
         found = {name: getattr(self, name, None) for name in names}
         found |= {f"extra.{name}": tensor for name, tensor in self.extra.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def unshared(self) -> "AttentionWeights":
+        """The same attention with keys and values of its own for every query head, repeated from those of its group.
+
+        Its tensors of k and v have H * D rows.
+        """
+        groups = self.num_heads // self.num_kv_heads
+
+        def repeated(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            return tensor.unflatten(0, (self.num_kv_heads, -1)).repeat_interleave(groups, 0).flatten(0, 1)
+
+        # a norm over one head is the same for all of them
+        over_all = self.q_norm is not None and self.q_norm.numel() != self.head_dim
+        names = [f"{role}_{kind}" for role in "kv" for kind in ("weight", "bias")] + (["k_norm"] if over_all else [])
+        own = {name: repeated(getattr(self, name)) for name in names}
+        return replace(self, num_kv_heads=self.num_heads, **own)
 
 
 @dataclass(frozen=True)

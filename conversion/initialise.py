@@ -25,7 +25,7 @@ def initialise_mixer(
     mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
     with torch.no_grad():
         beside = isinstance(mixer, BesideWindow)
-        fates = start_beside_window(mixer, attention, start) if beside else start.take_over(mixer, attention)
+        fates = start_beside_window(mixer, attention, start) if beside else start.fill(mixer, attention)
     parameters = dict(mixer.named_parameters())
     mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
     reported, expected = Counter(fate.field for fate in fates), Counter(attention.tensors().keys())

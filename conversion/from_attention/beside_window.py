@@ -20,14 +20,21 @@ def start_beside_window(mixer: BesideWindow, attention: AttentionWeights, start:
     Returns:
         one fate for each of the attention's tensors, with the targets in both parts.
     """
-    of_memory = {fate.field: fate for fate in start.take_over(mixer.memory, attention)}
+    of_memory = {fate.field: fate for fate in start.fill(mixer.memory, attention)}
     if start.lengthen is not None:
         start.lengthen(mixer.memory)
     fates = []
-    for fate in start_of("window").take_over(mixer.window, attention):
-        memory, targets = of_memory[fate.field], tuple(f"window.{name}" for name in fate.targets)
-        kept = memory.fate == "used"
-        targets += tuple(f"memory.{name}" for name in memory.targets) if kept else ()
-        fates.append(dataclasses.replace(fate, targets=targets))
+    for fate in start_of("window").fill(mixer.window, attention):
+        fates.append(_of_both(fate, of_memory[fate.field]))
     mixer.m.fill_(SHARE_OF_MEMORY)
     return fates
+
+
+def _of_both(window: TensorFate, memory: TensorFate) -> TensorFate:
+    """The fate of a tensor that the window has, and the memory, unless it drops the tensor."""
+    parts = {"window": window} | ({} if memory.fate == "dropped" else {"memory": memory})
+    targets = tuple(f"{name}.{path}" for name, part in parts.items() for path in part.targets)
+    changed = [f"{name}: {part.reason}" for name, part in parts.items() if part.fate != "used"]
+    if not changed:
+        return dataclasses.replace(window, targets=targets)
+    return dataclasses.replace(window, fate="transformed", targets=targets, reason="; ".join(changed))

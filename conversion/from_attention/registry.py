@@ -8,7 +8,7 @@ never a decoder family.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -31,8 +31,23 @@ class Start:
     take_over: Callable[[nn.Module, AttentionWeights], list[TensorFate]]
     lengthen: Callable[[nn.Module], None] | None = None
 
+    def fill(self, mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
+        """`take_over`. A mixer with the option `unshare_kv_heads` gets the keys and values repeated for every head."""
+        if not getattr(mixer.options, "unshare_kv_heads", False):
+            return self.take_over(mixer, attention)
+        own = attention.unshared()
+        fates = self.take_over(mixer, own)
+        repeated = {name for name, tensor in own.tensors().items() if tensor is not attention.tensors()[name]}
+        return [
+            replace(fate, fate="transformed", reason=UNSHARED)
+            if fate.fate == "used" and fate.field in repeated
+            else fate
+            for fate in fates
+        ]
+
 
 STARTS: dict[str, Start] = {}
+UNSHARED = "repeated, so that every query head has keys and values of its own"
 
 
 def starts(

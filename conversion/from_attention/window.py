@@ -36,6 +36,19 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             fates.append(take_tensor(mixer, name, tensor))
     taken = {target for fate in fates for target in fate.targets}
     for name, parameter in mixer.named_parameters():
-        if name not in taken:
-            parameter.zero_()  # a bias that the attention does not have
+        if name in ("q_norm.weight", "k_norm.weight") and name not in taken:
+            parameter.fill_(_size_of(mixer, name[0]))
+        elif name not in taken:
+            parameter.zero_()  # a bias that the attention does not have, or the gate, which is 1 then
     return fates
+
+
+def _size_of(mixer: nn.Module, role: str) -> torch.Tensor:
+    """The root mean square of a channel of q or k for inputs of unit variance: the weight of a norm that the attention
+    does not have. The scores then have about the size of the attention's, but only the direction of q and k.
+    """
+    projection = getattr(mixer, f"{role}_proj")
+    squares = projection.weight.float().square().sum(1)
+    if projection.bias is not None:
+        squares = squares + projection.bias.float().square()
+    return squares.mean().sqrt()

@@ -63,15 +63,26 @@ class AttentionShape:
     head_dim: int
 
     @classmethod
-    def of(cls, config) -> "AttentionShape":
+    def of(cls, config, unshare_kv_heads: bool = False) -> "AttentionShape":
         """The sizes in a configuration of transformers; without `num_key_value_heads` every head has keys of its own,
         and without `head_dim` the heads share out the hidden size.
+
+        unshare_kv_heads: the option of a mixer, by which every query head has keys and values of its own.
+
+        Raises:
+            ValueError: the option is set, but no heads share keys.
         """
         heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if unshare_kv_heads and kv_heads == heads:
+            raise UserError(
+                f"unshare_kv_heads=True, but each of the {heads} heads has keys and values of its own already; leave"
+                " the option out"
+            )
         return cls(
             hidden_size=config.hidden_size,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=heads if unshare_kv_heads else kv_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 

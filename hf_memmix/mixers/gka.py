@@ -67,6 +67,7 @@ class GKAOptions(MixerOptions):
         gate_bias: the output gate has a bias, so that it can start open.
         qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
             and k before the convolution.
+        unshare_kv_heads: every query head has keys and values of its own.
         qkv_bias, o_bias: biases of the projections.
         norm_eps: epsilon of all RMSNorms.
     """
@@ -90,6 +91,7 @@ class GKAOptions(MixerOptions):
     use_o_norm: bool = True
     gate_bias: bool = False
     qk_norm: str | None = one_of(None, QK_NORMS)
+    unshare_kv_heads: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     norm_eps: float | int = norm_eps(1e-6)

@@ -28,7 +28,7 @@ class HeadsMixer(MemoryMixer):
     and calls `add_output`. The subclass also defines the computation between `convolve` and `readout`.
 
     It reads these options of the subclass: qkv_bias, o_bias, conv_size, conv_activation, use_rope, rope_layout,
-    qk_norm, use_o_norm, use_gate, gate_bias, norm_eps.
+    qk_norm, use_o_norm, use_gate, gate_bias, norm_eps and, if there is one, unshare_kv_heads.
     """
 
     max_head_dim: ClassVar[int]  # largest head size of the kernels
@@ -39,7 +39,7 @@ class HeadsMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        shape = AttentionShape.of(config)
+        shape = AttentionShape.of(config, getattr(self.options, "unshare_kv_heads", False))
         shape.check(self, self.max_head_dim)
         self.use_rope = self.options.use_rope and layer_rotates(config, layer_idx)
         self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)

@@ -66,6 +66,7 @@ class LatticeOptions(MixerOptions):
             are `layers.ROPE_LAYOUTS`.
         qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
             convolution.
+        unshare_kv_heads: every query head has keys and values of its own.
         qkv_bias, o_bias: biases of the projections.
         norm_eps: epsilon of all RMSNorms.
     """
@@ -88,6 +89,7 @@ class LatticeOptions(MixerOptions):
     use_rope: bool = False
     rope_layout: str = one_of("half", ROPE_LAYOUTS)
     qk_norm: str | None = one_of(None, QK_NORMS)
+    unshare_kv_heads: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     norm_eps: float | int = norm_eps(1e-6)

@@ -55,6 +55,7 @@ class SKAOptions(MixerOptions):
             trained in chunks then reads newer statistics, at O(r^2) per decoded token and O(r^3) per prompt token.
         use_cg_lift: keys and queries pass through the lift of complex pairs of the paper's appendix, and a shared
             linear map back to r.
+        unshare_kv_heads: every query head has keys and values of its own.
         qkv_bias, o_bias: biases of the projections.
     """
 
@@ -67,6 +68,7 @@ class SKAOptions(MixerOptions):
     normalization: str = one_of("running_max", NORMALIZATIONS)
     refresh_every: int | None = None
     use_cg_lift: bool = False
+    unshare_kv_heads: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
 
@@ -100,7 +102,8 @@ class SKAMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        options, shape = self.options, AttentionShape.of(config)
+        options = self.options
+        shape = AttentionShape.of(config, options.unshare_kv_heads)
         shape.check(self, MAX_HEAD_DIM)
         hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
         rank = options.rank

@@ -44,6 +44,8 @@ class WindowOptions(MixerOptions):
         use_rope: rotate q and k with the backbone's rotary embeddings.
         rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
         qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k.
+        output_gate: the output before W_o is multiplied by 2 sigmoid(W_g x), which is 1 for W_g = 0.
+        unshare_kv_heads: every query head has keys and values of its own.
         qkv_bias, o_bias: biases of the projections.
         norm_eps: epsilon of the norms.
     """
@@ -56,6 +58,8 @@ class WindowOptions(MixerOptions):
     use_rope: bool = False
     rope_layout: str = one_of("half", ROPE_LAYOUTS)
     qk_norm: str | None = one_of(None, QK_NORMS)
+    output_gate: bool = False
+    unshare_kv_heads: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     norm_eps: float | int = norm_eps(1e-6)
@@ -90,7 +94,8 @@ class WindowMixer(MemoryMixer):
         super().__init__(config, layer_idx)
         if options is not None:  # of a window beside a memory
             self.options = WindowOptions.from_dict(options)
-        shape, options = AttentionShape.of(config), self.options
+        options = self.options
+        shape = AttentionShape.of(config, options.unshare_kv_heads)
         shape.check(self, MAX_HEAD_DIM)
         self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)
         own = window_of(config, layer_idx)
@@ -110,6 +115,8 @@ class WindowMixer(MemoryMixer):
             full = options.qk_norm == "full"
             self.q_norm = RMSNorm(width if full else self.head_dim, options.norm_eps)
             self.k_norm = RMSNorm(kv_width if full else self.head_dim, options.norm_eps)
+        if options.output_gate:
+            self.g_proj = nn.Linear(self.hidden, width, bias=False)
         if options.sink_logits:
             self.sink_logits = nn.Parameter(torch.empty(self.heads))
 
@@ -150,7 +157,8 @@ class WindowMixer(MemoryMixer):
         return window_step(*self._heads(tokens), state, state_indices=state_indices, **self._attention())
 
     def readout(self, y, x):
-        return self.o_proj(y.flatten(2))
+        y = y.flatten(2)
+        return self.o_proj(y * (2 * self.g_proj(x).sigmoid()) if self.plain["output_gate"] else y)
 
     def state_shapes(self, batch, dtype=torch.float32):
         sizes = self.plain["window"], self.plain["sinks"]
@@ -165,7 +173,9 @@ class WindowMixer(MemoryMixer):
 
     def tp_plan(self, ranks):
         wide = ("q_norm", "k_norm") if self.options.qk_norm == "full" else ()
-        return heads_plan(self, ranks, ("q_proj", "sink_logits", *wide[:1]), ("k_proj", "v_proj", *wide[1:]), wide)
+        return heads_plan(
+            self, ranks, ("q_proj", "g_proj", "sink_logits", *wide[:1]), ("k_proj", "v_proj", *wide[1:]), wide
+        )
 
     def _heads(self, tokens):
         """q, k and v; a norm or an angle in fp32 may have made q and k wider than v."""

@@ -89,6 +89,48 @@ def test_a_window_beside_gka_starts_as_the_attention():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2"])  # with biases; with a norm of k over all heads
+@pytest.mark.parametrize("mixer", ["gka", "lattice", "window"])
+def test_unshared_keys_start_as_the_shared_ones(family, mixer):
+    """Each query head has keys and values of its own, and computes what it did with those of its group."""
+    attention, shared, x, rotary = taken_over(family, mixer)
+    _, own, _, _ = taken_over(family, mixer, unshare_kv_heads=True)
+    assert own.kv_heads == own.heads == 2 * shared.kv_heads
+    torch.testing.assert_close(own(x, position_embeddings=rotary)[0], shared(x, position_embeddings=rotary)[0])
+    rows = convert_model(tiny_teacher(family), mixer, unshare_kv_heads=True).conversion_report.kinds()
+    changed = {row["source"].split(".")[-2] for row in rows if row["fate"] == "transformed"}
+    assert {"k_proj", "v_proj"} <= changed and "q_proj" not in changed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["gka", "window"])
+def test_norms_of_q_and_k_that_the_attention_lacks(mixer):
+    """GKA normalises q and k anyway, so nothing changes. The scores of a window keep their size, for white inputs."""
+    _, plain, x, rotary = taken_over("llama", mixer)
+    _, normed, _, _ = taken_over("llama", mixer, qk_norm="head")
+    if mixer == "gka":
+        outputs = [m(x, position_embeddings=rotary)[0] for m in (plain, normed)]
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+        return
+    x = torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    still = (torch.ones(1, 4000, 8, dtype=torch.float64), torch.zeros(1, 4000, 8, dtype=torch.float64))
+    for name in "qk":
+        sizes = [m.project(x, still)[name].square().mean().item() for m in (plain, normed)]
+        assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
+
+
+@torch.no_grad()
+def test_the_gate_of_a_window_starts_at_one():
+    """Bit for bit: the output is that of a window without a gate, and the gate has a gradient."""
+    _, plain, x, rotary = taken_over("llama", "window", window=6)
+    _, gated, _, _ = taken_over("llama", "window", window=6, output_gate=True)
+    assert torch.equal(gated(x, position_embeddings=rotary)[0], plain(x, position_embeddings=rotary)[0])
+    with torch.enable_grad():
+        gated(x, position_embeddings=rotary)[0].square().sum().backward()
+    assert gated.g_proj.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
 def test_gkas_sketch_starts_orthonormal():
     """In directions that differ between heads and layers; all tensors of the attention are taken over beside it."""
     student = convert_model(tiny_teacher("llama"), "gka", sketch_dim=3)

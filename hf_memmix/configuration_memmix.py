@@ -174,7 +174,7 @@ class MemMixConfig(PreTrainedConfig):
 
     @property
     def memory_layers(self) -> list[int]:
-        """Indices of the layers with a mixer."""
+        """Indices of the memory layers: those with a mixer in place of attention."""
         return [i for i, kind in enumerate(self.mixer_types) if kind != ATTENTION]
 
     def backbone_config(self) -> PreTrainedConfig:

@@ -168,16 +168,16 @@ def split_of(
     config,
     mixers: Iterable[MemoryMixer],
     position_ids: Tensor | None,
-    batch: int,
     length: int,
-    mask: Tensor | None,
+    padded: bool,
 ) -> Pieces:
     """How the sequences of this forward are split. All ranks call it, and raise the same errors.
 
     Args:
         config: the configuration of the model, `mixers` its mixers.
         position_ids: positions [B or 1, T] of this rank's tokens in the whole sequence.
-        mask: the padding mask [B, T] of this rank's tokens, or None.
+        length: T.
+        padded: whether there are pads among this rank's tokens.
 
     Raises:
         ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a rank
@@ -193,51 +193,61 @@ def split_of(
             " the tokens is read from them"
         )
     runs = _runs(position_ids, length)
-    # [count, padded, first position, tokens, ...]
-    told = [
-        len(runs) if length else NO_TOKENS,
-        int(mask is not None),
-        *(number for run in runs[:MAX_PIECES] for number in run),
-    ]
-    told += [0] * (2 + 2 * MAX_PIECES - len(told))
-    mine = torch.tensor(told, device=position_ids.device)
-    all_told = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(all_told, mine, group=group)
-    all_told = [found.tolist() for found in all_told]
-    padded = any(found[1] for found in all_told)
+    every_rank = _tell(group, [len(runs) if length else NO_TOKENS, int(padded)], runs, position_ids.device)
+    padded = any(found[1] for found in every_rank)
     if padded and ATTENTION in config.mixer_types:
         raise UserError(
             "the sequences have padding, which the ring attention of the kept attention layers cannot hide; give rows"
             " without padding, or convert all layers"
         )
-    pieces = []
-    for rank, found in enumerate(all_told):
-        count, numbers, start = found[0], found[2:], 0
-        if count == NO_TOKENS:
-            raise UserError(
-                f"rank {rank} has no tokens: the sequences are too short to be split over {group.size()} processes;"
-                " pad them or use fewer processes"
-            )
-        if not 1 <= count <= MAX_PIECES:
-            raise UserError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
-        firsts = numbers[0 : 2 * count : 2]
-        if firsts != sorted(firsts):
-            raise UserError(
-                f"position_ids of rank {rank} go back to {firsts[1]} after a part from {firsts[0]}; give the tokens in"
-                f" the order of the sequence, and {_ONE_SEQUENCE}"
-            )
-        for first, tokens in zip(firsts, numbers[1 : 2 * count : 2], strict=True):
-            pieces.append((first, Piece(start, start + tokens, rank)))
-            start += tokens
-    pieces.sort(key=lambda pair: pair[0])
-    for (first, piece), (following, _) in zip(pieces, pieces[1:], strict=False):
+    placed = [pair for rank, found in enumerate(every_rank) for pair in _pieces_of(rank, found, group.size())]
+    placed.sort(key=lambda pair: pair[0])
+    _check_order(placed)
+    check_windows(config, sum(piece.stop - piece.start for _, piece in placed))
+    return Pieces(group, tuple(piece for _, piece in placed), padded)
+
+
+def _tell(group: dist.ProcessGroup, head: list[int], runs: list[tuple[int, int]], device) -> list[list[int]]:
+    """What every rank tells: the two numbers of `head`, and then first position and tokens of its runs, with zeros."""
+    numbers = [*head, *(number for run in runs[:MAX_PIECES] for number in run)]
+    numbers += [0] * (2 + 2 * MAX_PIECES - len(numbers))
+    mine = torch.tensor(numbers, device=device)
+    every_rank = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every_rank, mine, group=group)
+    return [found.tolist() for found in every_rank]
+
+
+def _pieces_of(rank: int, told: list[int], ranks: int) -> list[tuple[int, Piece]]:
+    """The pieces of a rank, each with its first position in the sequence, from what the rank has told."""
+    count, numbers = told[0], told[2:]
+    if count == NO_TOKENS:
+        raise UserError(
+            f"rank {rank} has no tokens: the sequences are too short to be split over {ranks} processes; pad them or"
+            " use fewer processes"
+        )
+    if not 1 <= count <= MAX_PIECES:
+        raise UserError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
+    firsts = numbers[0 : 2 * count : 2]
+    if firsts != sorted(firsts):
+        raise UserError(
+            f"position_ids of rank {rank} go back to {firsts[1]} after a part from {firsts[0]}; give the tokens in the"
+            f" order of the sequence, and {_ONE_SEQUENCE}"
+        )
+    pieces, start = [], 0
+    for first, tokens in zip(firsts, numbers[1 : 2 * count : 2], strict=True):
+        pieces.append((first, Piece(start, start + tokens, rank)))
+        start += tokens
+    return pieces
+
+
+def _check_order(placed: list[tuple[int, Piece]]):
+    """Raise ValueError unless pieces, in the order of their first positions, cover one sequence without a gap."""
+    for (first, piece), (following, _) in zip(placed, placed[1:], strict=False):
         if first + piece.stop - piece.start != following:
             raise UserError(
                 f"position_ids of the ranks do not follow each other: {piece.stop - piece.start} tokens from position"
                 f" {first}, and then position {following}; {_ONE_SEQUENCE}"
             )
-    check_windows(config, sum(piece.stop - piece.start for _, piece in pieces))
-    return Pieces(group, tuple(piece for _, piece in pieces), padded)
 
 
 def _runs(position_ids: Tensor, length: int) -> list[tuple[int, int]]:

@@ -8,12 +8,12 @@ from ._generation_hooks import GenerationHooks
 from ._transformers import execution_device
 from .cache import (
     FinishedRows,
-    RecurrentLayer,
     RecurrentStateCache,
     adopt_cache,
     check_hidden,
     check_whole,
     feeds_pads,
+    memory_layers_of,
     static_length_of,
     stop_past_recording,
 )
@@ -63,7 +63,7 @@ class MemoryGeneration(GenerationHooks):
         return ATTENTION in self.config.mixer_types
 
     def heads_with_keys(self, heads: list[int]) -> list[int]:
-        """0 for layers with a mixer, because their cache layers are replaced afterwards."""
+        """0 for memory layers, because their cache layers are replaced afterwards."""
         return [n if kind == ATTENTION else 0 for n, kind in zip(heads, self.config.mixer_types, strict=True)]
 
     @contextmanager
@@ -99,9 +99,8 @@ class MemoryGeneration(GenerationHooks):
         try:
             yield
         finally:
-            for layer in () if cache is None else cache.layers:
-                if isinstance(layer, RecurrentLayer):
-                    layer.of_beams = True
+            for layer in () if cache is None else memory_layers_of(cache):
+                layer.of_beams = True
 
     def check_new_tokens(self, cache, tokens: int):
         """Raise ValueError if the cache has read the whole prompt, as its states do not give the next token."""
@@ -122,9 +121,8 @@ class MemoryGeneration(GenerationHooks):
     def note_virtual_tokens(self, cache, tokens: int):
         """Note that the cache has read more tokens than the prompt has."""
         virtual = max(int(cache.get_seq_length()) - tokens, 0)
-        for layer in cache.layers:
-            if isinstance(layer, RecurrentLayer):
-                layer.virtual_tokens = virtual
+        for layer in memory_layers_of(cache):
+            layer.virtual_tokens = virtual
 
     # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):

@@ -15,7 +15,7 @@ from ._transformers import attention_implementation
 
 
 def pass_layout(layer: nn.Module, args, kwargs):
-    """Hook of a layer with a mixer: put the `TokenLayout` into `attention_mask`, too.
+    """Hook of a memory layer: put the `TokenLayout` into `attention_mask`, too.
 
     Some families (StableLM, Nemotron) pass no further keyword arguments to their attention module. A mixer does not
     need the mask that the library made, so this argument is free. An argument works with gradient checkpointing; an

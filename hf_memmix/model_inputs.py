@@ -149,7 +149,7 @@ def _split(
     inputs: ModelInputs, mask: Tensor | None, model, group: dist.ProcessGroup
 ) -> tuple[ModelInputs, TokenLayout]:
     mixers, positions = memory_mixers(model).values(), inputs.position_ids
-    ranks = split_of(group, model.config, mixers, positions, inputs.batch, inputs.length, mask)
+    ranks = split_of(group, model.config, mixers, positions, inputs.length, mask is not None)
     # without a mask, the library takes positions that jump for packed sequences and makes a mask of [T, T]
     every_token = positions.new_ones(inputs.batch, inputs.length)
     rows = None if mask is None else PaddedRows.of(mask)

@@ -18,7 +18,6 @@ from torch import Tensor
 from ._generation_hooks import CACHE
 from ._transformers import execution_device
 from .cache import RecurrentStateCache
-from .cache.layer import RecurrentLayer
 from .swap import memory_mixers
 
 
@@ -93,12 +92,12 @@ class PromptGraph:
     def start_anew(self):
         """Forget all tokens. The states stay where they are and become those before the first token."""
         self.cache.reset()
-        for i, layer in enumerate(self.cache.layers):
-            if isinstance(layer, RecurrentLayer):
-                for name, state in layer.states.items():
-                    state.copy_(self._first[i][name])
-                # the graph reads the states, also before the first token
-                layer.is_initialized = layer.has_previous_state[0] = True
+        for i, first in self._first.items():
+            layer = self.cache.layers[i]
+            for name, state in layer.states.items():
+                state.copy_(first[name])
+            # the graph reads the states, also before the first token
+            layer.is_initialized = layer.has_previous_state[0] = True
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:

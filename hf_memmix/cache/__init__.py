@@ -11,7 +11,7 @@ file.py            a cache as a safetensors file
 
 from .finished_rows import FinishedRows, feeds_pads
 from .identity import check_same_model, fingerprint
-from .layer import RecurrentLayer
+from .layer import RecurrentLayer, memory_layers_of
 from .record import note_dtype, static_length_of
 from .recurrent import (
     RecurrentStateCache,
@@ -34,6 +34,7 @@ __all__ = [
     "check_whole",
     "feeds_pads",
     "fingerprint",
+    "memory_layers_of",
     "note_dtype",
     "replace_layers",
     "static_length_of",

@@ -9,7 +9,7 @@ of tokens is the same for all rows and includes the pads. So the mask of the nex
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from .layer import RecurrentLayer, RowsOfStates
+from .layer import RecurrentLayer, RowsOfStates, memory_layers_of
 
 
 class FinishedRows(StoppingCriteriaList):
@@ -22,7 +22,7 @@ class FinishedRows(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, cache: Cache):
         super().__init__(criteria)
-        self._layers = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
+        self._layers = memory_layers_of(cache)
         self._ended: set[int] = set()
         self._last_token_is_next: list[int] = []
         self._kept: list[tuple[RecurrentLayer, RowsOfStates]] = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.utils import is_torchdynamo_compiling
 
 States = dict[str, Tensor]
@@ -192,7 +192,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         if not self.states:
-            raise AttributeError("an empty recurrent layer has no batch size yet")
+            raise AttributeError("an empty memory layer has no batch size yet")
         return next(iter(self.states.values())).shape[0]
 
     @property
@@ -268,7 +268,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             raise ValueError(f"crop({tokens}): give the number of tokens to forget as a negative number")
         if -tokens > self.recorded:
             raise ValueError(
-                f"crop({tokens}): only the last {self.recorded} tokens of this recurrent layer are recorded. Call"
+                f"crop({tokens}): only the last {self.recorded} tokens of this memory layer are recorded. Call"
                 " cache.activate_past_recording() before the forwards that may be taken back"
             )
 
@@ -305,7 +305,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.device is not None and any(state.device != self.device for state in states):
             self._map(lambda state: state.to(self.device))
 
-    # ---- what the library's base classes ask for and a recurrent layer does not have
+    # ---- what the library's base classes ask for and a memory layer does not have
 
     def lazy_initialization(self, *args, **kwargs):
         """Nothing to do: states are made by the first `put`."""
@@ -344,6 +344,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _left_inference_mode(self) -> bool:
         """States made under inference_mode may not be changed in place outside it."""
         return not torch.is_inference_mode_enabled() and next(iter(self.states.values())).is_inference()
+
+
+def memory_layers_of(cache: Cache) -> list[RecurrentLayer]:
+    """The memory layers of a cache."""
+    return [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
 
 
 def fix_addresses(*tensors: Tensor):

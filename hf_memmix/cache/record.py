@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, StaticCache
 
-from .layer import RecurrentLayer
+from .layer import RecurrentLayer, memory_layers_of
 
 
 class ModelRecord(NamedTuple):
@@ -31,9 +31,9 @@ def static_length_of(cache: Cache | None) -> int | None:
 
 def note_model(cache: Cache, config, static_length: int | None):
     """Note that a cache belongs to the model of a configuration."""
-    layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)
-    record = record_of(cache)
-    cache.memmix = ModelRecord(config, layer, static_length, None if record is None else record.dtype)
+    layers, record = memory_layers_of(cache), record_of(cache)
+    dtype = None if record is None else record.dtype
+    cache.memmix = ModelRecord(config, layers[0] if layers else None, static_length, dtype)
 
 
 def note_dtype(cache: Cache, dtype: torch.dtype | None):

@@ -18,7 +18,7 @@ from .._transformers import order_prefetch
 from ..mixers import ATTENTION
 from .file import load_cache, save_cache
 from .identity import check_same_model
-from .layer import RecurrentLayer, fix_addresses
+from .layer import RecurrentLayer, fix_addresses, memory_layers_of
 from .record import note_model, record_of, static_length_of
 
 
@@ -85,12 +85,11 @@ class RecurrentStateCache(Cache):
         """Forget the last `-tokens_to_remove` tokens.
 
         Raises:
-            ValueError: the number is positive, or the recurrent layers have not recorded that many tokens
+            ValueError: the number is positive, or the memory layers have not recorded that many tokens
                 (`activate_past_recording`). No layer is changed then.
         """
-        for layer in self.layers:
-            if isinstance(layer, RecurrentLayer):
-                layer.check_crop(int(tokens_to_remove))
+        for layer in memory_layers_of(self):
+            layer.check_crop(int(tokens_to_remove))
         super().crop(tokens_to_remove)
 
     def reset(self):
@@ -201,7 +200,7 @@ def cast_cache(cache: Cache, dtype: torch.dtype, state_dtypes: dict[int, dict[st
 def replace_layers(layers: list, config, static: bool):
     """Put an empty `RecurrentLayer` at every memory layer of a list of cache layers, in place."""
     kinds = config.mixer_types
-    # the largest length, because transformers 5.17 may take the size of the causal mask from a recurrent layer
+    # the largest length, because transformers 5.17 may take the size of the causal mask from a memory layer
     attention = [layer for layer, kind in zip(layers, kinds, strict=False) if kind == ATTENTION]
     lengths = [getattr(layer, "max_cache_len", -1) for layer in attention]
     mask_length = max(lengths) if lengths else None  # torch.compile cannot trace `default=None`

@@ -1,4 +1,4 @@
-"""What one sequence costs in memory: the states of the layers with a mixer, the keys and values of the others."""
+"""What one sequence costs in memory: the states of memory layers, the keys and values of the others."""
 
 from dataclasses import dataclass
 from math import prod
@@ -17,7 +17,7 @@ class Footprint:
 
     Args:
         config, dtype: of the model; the dtype is that of its activations.
-        states: bytes of each layer with a mixer, by its index; they are the same at every length.
+        states: bytes of each memory layer, by its index; they are the same at every length.
         kept: indices of the layers that have kept their attention.
         key_dtype: of their keys and values; None for `dtype`.
     """
@@ -37,7 +37,7 @@ class Footprint:
         return cls(config, dtype, states, tuple(i for i, kind in enumerate(kinds) if kind == ATTENTION), key_dtype)
 
     def state_bytes(self) -> int:
-        """Of all layers with a mixer."""
+        """Of all memory layers."""
         return sum(self.states.values())
 
     def key_bytes(self, length: int) -> int:

@@ -147,17 +147,19 @@ def test_a_layer_that_gets_more_than_hidden_states_is_refused(tmp_path, monkeypa
 
 @pytest.mark.product  # its parts have tests
 @pytest.mark.parametrize(
-    ("family", "mixer", "keep", "extra"),
+    ("family", "mixer", "keep", "options", "extra"),
     [
-        ("llama", "gka", "none", {"steps": 6}),
-        ("gemma3_text", "mamba2", [1], {"steps": 12, "gradient_accumulation": 2}),  # several passes, sliding windows
-        ("qwen3", "coffee", "none", {"steps": 4, "layers": "1"}),
-        ("gpt2", "lattice", [0], {"steps": 3, "gradient_checkpointing": True}),
+        ("llama", "gka", "none", {}, {"steps": 6}),
+        ("llama", "gka", [0], {"local_window": 4}, {"steps": 3}),
+        # several passes, sliding windows
+        ("gemma3_text", "mamba2", [1], {}, {"steps": 12, "gradient_accumulation": 2}),
+        ("qwen3", "coffee", "none", {}, {"steps": 4, "layers": "1"}),
+        ("gpt2", "lattice", [0], {}, {"steps": 3, "gradient_checkpointing": True}),
     ],
 )
-def test_losses_and_student_are_those_of_align(tmp_path, family, mixer, keep, extra):
+def test_losses_and_student_are_those_of_align(tmp_path, family, mixer, keep, options, extra):
     """Bit for bit on a CPU; the logged mean over layers is rounded in another order."""
-    student, teacher = models(tmp_path, family, mixer, keep)
+    student, teacher = models(tmp_path, family, mixer, keep, **options)
     expected = in_memory(tmp_path, rows(), **extra)
     result = align_by_streaming(student, teacher, rows(), tmp_path / "out", **OPTIONS | extra)
     torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)

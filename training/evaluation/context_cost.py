@@ -2,7 +2,7 @@
 
 A prefill of a few hundred tokens fills the cache. Then random keys and values are added to the attention layers, up to
 the wanted context length: bytes and time do not depend on the values, and a prefill of 128k tokens would take hours on
-a CPU. Recurrent layers do not grow: they only count these tokens.
+a CPU. Memory layers do not grow: they only count these tokens.
 """
 
 import statistics

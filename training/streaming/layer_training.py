@@ -15,7 +15,7 @@ from transformers import initialization as init
 from hf_memmix.conversion.families import attention_prefix, decoder_layers
 from hf_memmix.conversion.loading import check_finite_tensor
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.mixers import MIXERS, MemoryMixer
+from hf_memmix.mixers import MemoryMixer, new_layer
 from hf_memmix.training.groups import freeze_by_rate
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.streaming.rows import RowNumbers, Rows
@@ -97,7 +97,7 @@ def take_mixer(student: PreTrainedModel, layer: int, start: Checkpoint) -> Memor
     """Put the mixer of one layer, in fp32, into a student on "meta". `start`: the files of the student."""
     prefix = attention_prefix(student, layer) + "."
     with init.no_init_weights():
-        mixer = MIXERS[student.config.mixer_types[layer]](student.config, layer).float()
+        mixer = new_layer(student.config.mixer_types[layer], student.config, layer).float()
     with start:
         values = {name: start.read(prefix + name) for name in mixer.state_dict()}
     for name, value in values.items():

@@ -10,7 +10,6 @@ Shapes: B batch, T tokens, D features (`inner_size`), n states.
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
-from hf_memmix_kernels.coffee.op import MAX_STATES, METHODS
+from hf_memmix_kernels.coffee.op import MAX_STATES
 
 from ..errors import UserError
 from ..padding import before_the_end
@@ -45,12 +44,8 @@ class CoffeeOptions(MixerOptions):
         use_o_norm: RMSNorm of y over all features.
         use_gate, gate_bias: the output gate silu(W_z h), and its bias, with which it can start open.
         u_bias, o_bias: biases of the projections to u and to the output.
-        method: how the states are computed: "scan", "shooting" or "auto"; see `hf_memmix_kernels.chunk_coffee`. May
-            be changed at inference.
         norm_eps: epsilon of the RMSNorm.
     """
-
-    inference_options: ClassVar[tuple[str, ...]] = ("method",)
 
     states: int = between(16, 1, MAX_STATES, "the paper has 1 to 16")
     inner_size: int | None = between(None, 1, MAX_FEATURES, "None is twice the hidden size")
@@ -62,7 +57,6 @@ class CoffeeOptions(MixerOptions):
     gate_bias: bool = False
     u_bias: bool = False
     o_bias: bool = False
-    method: str = one_of("auto", METHODS)
     norm_eps: float | int = norm_eps(1e-6)
 
 
@@ -112,7 +106,6 @@ class CoffeeMixer(MemoryMixer):
             gate=gate,
             initial_state=past.get("x"),
             cu_seqlens=cu_seqlens,
-            method=self.options.method,
         )
         return y, {"conv_u": conv_u, "x": x}
 

@@ -18,6 +18,7 @@ from transformers import initialization as init
 
 from hf_memmix_kernels import cg_lift, chunk_ska, ska_per_token_state, ska_state_shapes, ska_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
+from hf_memmix_kernels.ska.arguments import Estimate
 from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
@@ -203,5 +204,5 @@ class SKAMixer(MemoryMixer):
     def _after_chunks_of_one(self, state):
         """The state of `chunk_ska(chunk_size=1)` from that of `ska_step(refresh_every=1)`."""
         S, _, previous, nu, position = state
-        operator = Operator(S, nu, **self._model(), check=S.device.type == "cpu").WT
+        operator = Operator(S, nu, Estimate(**self._model()), check=S.device.type == "cpu").WT
         return S, operator.contiguous(), previous, nu, torch.zeros_like(position)

@@ -25,7 +25,7 @@ VALUES = {
         "conv_activation": [None],
         "use_v_conv": [True],
     },
-    "coffee": {"conv_activation": [None], "method": ["scan", "shooting"]},
+    "coffee": {"conv_activation": [None]},
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
     "window": {"window": [2, 64], "sinks": [1, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},

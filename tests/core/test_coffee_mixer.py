@@ -111,7 +111,6 @@ def test_states_that_diverged_are_refused():
         ({"inner_size": 2.5}, "inner_size=2.5"),
         ({"conv_size": 1}, "conv_size=1"),
         ({"conv_activation": "gelu"}, "conv_activation='gelu'"),
-        ({"method": "fast"}, "method='fast'"),
     ],
 )
 def test_bad_options(options, message):

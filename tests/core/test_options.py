@@ -30,7 +30,6 @@ from testing import (
 # another value of every option that may be changed at inference
 CHANGEABLE = {
     "gka": {"solver_phases": [2, 1], "chunk_size": 4},
-    "coffee": {"method": "scan"},
     "mamba2": {"chunk_size": 32},
 }
 CHANGEABLE["gka_beside_window"] = CHANGEABLE["gka"]

@@ -58,7 +58,6 @@ _BAD = [
     ("gate must be", _with(gate=lambda _: torch.zeros(2, 3))),
     ("pass gate", _with(feedback=lambda _: "token")),
     ("feedback='tanh'", _with(feedback=lambda _: "tanh")),
-    ("method='newton'", _with(method=lambda _: "newton")),
     ("initial_state must be", _with(initial_state=lambda _: None)),
     ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
     ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),

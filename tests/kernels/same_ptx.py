@@ -32,7 +32,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 # options with which other kernels are compiled than with the op's defaults
 OPTIONS = {
     "gla": [{"chunk_size": 32}],
-    "coffee": [{"method": "shooting"}, {"feedback": "input"}, {"feedback": "linear"}],
+    "coffee": [{"feedback": "input"}, {"feedback": "linear"}],
     "lattice": [{"l1": 0.1}],
     "lattice_free": [{"variant": "delta", "project": False}],
     "ska": [{"chunk_size": 16, "eps": 0.05, "spectral_norm": False}],

@@ -1,6 +1,4 @@
-"""COFFEE beyond the contract tests: the gates of the ablation, launch options, shooting and DEER, invalid values."""
-
-import warnings
+"""COFFEE beyond the contract tests: the gates of the ablation, launch options, DEER, invalid values."""
 
 import pytest
 import torch
@@ -9,9 +7,7 @@ from draw import DEVICE, rand, randn
 from torch import Tensor
 
 import hf_memmix_kernels as K
-from hf_memmix_kernels.coffee import op as coffee_op
 from hf_memmix_kernels.coffee.naive_deer import naive_deer_coffee
-from hf_memmix_kernels.coffee.sizes import SHOOTING_TOKENS, shooting_chunk
 
 
 def draw(B: int, T: int, D: int, n: int, *, dtype=torch.float32, feedback="sigmoid", gate=0, filtered=False) -> dict:
@@ -110,74 +106,19 @@ def test_every_choice_of_launch_options(options, bounds, monkeypatch):
     agrees(K.chunk_coffee, inputs, cu_seqlens=bounds and torch.tensor(bounds, device=DEVICE))
 
 
-def _of_the_op(warnings):
-    """The op's own warnings: Triton's interpreter has others, about NumPy, where a loop's bound is a tensor."""
-    return [w for w in warnings if issubclass(w.category, UserWarning)]
-
-
-@pytest.mark.parametrize("method", ["scan", "shooting"])
-def test_no_sequences(method, backend):
+def test_no_sequences(backend):
     """The gradients of the parameters are zeros."""
     u = torch.zeros(0, 5, 3, device=DEVICE)
     parameters = [torch.zeros(3, 4, device=DEVICE, requires_grad=True) for _ in "lwC"]
-    y, state = K.chunk_coffee(u, *parameters, method=method)
+    y, state = K.chunk_coffee(u, *parameters)
     assert y.shape == (0, 5, 3) and state.shape == (0, 3, 4)
     assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), parameters))
-
-
-@pytest.mark.product  # many tokens or iterations
-@pytest.mark.parametrize("T", [1, 15, 16, 70])
-def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
-    """With chunks of 16: less than one chunk, one chunk, and four chunks and a rest. Gradients use checkpoints per
-    chunk.
-    """
-    if backend == "triton":
-        from hf_memmix_kernels.coffee import launch_shooting as shooting
-
-        monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
-    coffee_op._warn_not_converged.cache_clear()
-    agrees(K.chunk_coffee, draw(2, T, 3, 4, gate=2, filtered=True), method="shooting")
-    assert not _of_the_op(recwarn)
-
-
-@pytest.mark.product_rows(r"triton-(?!token)")  # one row per kernel stays in the interpreter
-@pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
-def test_shooting_takes_every_gate(feedback, backend, monkeypatch, recwarn):
-    if backend == "triton":
-        from hf_memmix_kernels.coffee import launch_shooting as shooting
-
-        monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 8)
-    coffee_op._warn_not_converged.cache_clear()
-    agrees(K.chunk_coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3), feedback=feedback, method="shooting")
-    assert not _of_the_op(recwarn)
 
 
 def wild(T: int) -> dict:
     """Weights and inputs as large as in trained models, with which the first products of Newton's method overflow."""
     inputs = draw(1, T, 4, 4)
     return {**inputs, "w": 3 * inputs["w"], "u": 8 * inputs["u"], "lam": 0 * inputs["lam"]}
-
-
-@pytest.mark.product  # many tokens or iterations
-def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
-    """Most of the 24 chunks of `wild` inputs still change after PATIENCE iterations, so the scan computes
-    the results.
-    """
-    shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
-    monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
-    walks, scan = [], shooting.affine_scan
-    monkeypatch.setattr(shooting, "affine_scan", lambda *a, **kw: walks.append(1) or scan(*a, **kw))
-    coffee_op._warn_not_converged.cache_clear()
-    inputs = wild(24 * 16)
-    with pytest.warns(UserWarning, match="did not converge"):
-        y, state = K.chunk_coffee(**inputs, method="shooting")
-    want, want_state = K.chunk_coffee(**inputs, method="scan")
-    assert len(walks) == shooting.PATIENCE + 1
-    assert torch.equal(y, want) and torch.equal(state, want_state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        K.chunk_coffee(**inputs, method="shooting")
 
 
 def test_deer_equals_the_recurrence():
@@ -189,22 +130,6 @@ def test_deer_equals_the_recurrence():
     assert updates[-1] <= 1e-12 < updates[0]
     _, _, steep = naive_deer_coffee(**wild(64), iterations=6)
     assert not max(steep) <= torch.finfo(torch.float32).max ** 0.5
-
-
-def test_dispatch_rule():
-    assert K.coffee_method(1, 1024, 16, 8) == "scan"
-    assert K.coffee_method(8, 2**18, 1536, 16) == "scan"
-    assert K.coffee_method(1, 65536, 16, 8) == "shooting"
-    assert K.coffee_method(1, 2**16 - 1, 16, 8) == "scan"
-    assert K.coffee_method(4, 65536, 16, 8) == "scan"
-    assert K.coffee_method(1, 2**18, 16, 8, cuda=False) == "scan"
-
-
-@pytest.mark.parametrize("tokens", [SHOOTING_TOKENS * k for k in (1, 2, 3, 4, 16, 64)])
-def test_shooting_that_fails_has_computed_few_tokens(tokens):
-    """Convergence depends on the data, but the largest cost of a failed attempt does not: 0.3 of the scan's tokens."""
-    shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
-    assert (shooting.MAX_ITERATIONS + 1) * shooting_chunk(tokens) <= 0.3 * tokens
 
 
 def test_bad_values_are_named():

@@ -19,7 +19,6 @@ SIZES = ["16x16", "32x32", "64x64", "128x128", "256x256", "64x32", "32x64", "96x
 OPTIONS = {
     "gla": ['{"chunk_size": 32}', '{"chunk_size": 128}'],
     "gla_shared": ['{"chunk_size": 128}'],
-    "coffee": ['{"method": "shooting"}'],
 }
 CASES = [(op.name, options) for op in OPS for options in ["{}", *OPTIONS.get(op.name, [])]]
 

@@ -9,6 +9,7 @@ from ska_rows import POSITION, draw_state
 from ska_rows import draw as draw_tokens
 
 import hf_memmix_kernels as K
+from hf_memmix_kernels.ska.arguments import Estimate
 from hf_memmix_kernels.ska.naive import naive_cholesky, naive_operator, naive_spectral_norm
 from hf_memmix_kernels.ska.operator import Operator
 
@@ -73,7 +74,7 @@ def test_whitened_and_unwhitened_operators_agree(tokens):
     S = torch.cat([G, M.mT, C.mT], -1)
     for power in range(5):
         want = naive_operator(G, M, C, nu, power, 1e-2, True, 0.1)
-        got = Operator(S[None, None], nu[None, None], power, 1e-2, True, 0.1, True).WT[0, 0].mT
+        got = Operator(S[None, None], nu[None, None], Estimate(power, 1e-2, True, 0.1), True).WT[0, 0].mT
         assert error(got, want) <= 1e-10
 
 
@@ -191,7 +192,7 @@ def test_step_at_every_token(backend):
     shape = SHAPE._replace(T=12)
     inputs, state = draw(shape, dtype), draw_state(shape, 2, dtype)
     mine = K.ska_per_token_state(state, eps=0.05)
-    operator = Operator(state[0], state[3], 2, 0.05, True, 0.1, True).WT
+    operator = Operator(state[0], state[3], Estimate(2, 0.05, True, 0.1), True).WT
     whole = (state[0], operator, *state[2:4], torch.zeros_like(state[4]))
     want, final = K.naive_ska(**inputs, chunk_size=1, eps=0.05, initial_state=whole)
     outputs = []

@@ -3,7 +3,6 @@
 from .coffee import (
     check_coffee,
     chunk_coffee,
-    coffee_method,
     coffee_step,
     naive_coffee,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "chunk_lattice",
     "chunk_ska",
     "chunk_window",
-    "coffee_method",
     "coffee_step",
     "gka_step",
     "gla_step",

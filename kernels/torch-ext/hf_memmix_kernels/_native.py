@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,6 +203,12 @@ def library(op: str, needed: bool = False) -> ctypes.CDLL | None:
 # ---- calls
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Library(NamedTuple):
+    """The native code of an op, as a group of the arguments of a function under `flat`."""
+
+    library: ctypes.CDLL
 
 
 def function(library: ctypes.CDLL, name: str, types: tuple):

@@ -34,7 +34,7 @@ def linear_recurrence(kept: Tensor, added: Tensor) -> Tensor:
 
 @mixer_options
 class S6Options(CoffeeOptions):
-    """`CoffeeOptions`; `use_output_filter` and `method` are COFFEE's and have no effect."""
+    """`CoffeeOptions`; `use_output_filter` is COFFEE's and has no effect."""
 
 
 @register_mixer("s6")

@@ -1,10 +1,9 @@
 """COFFEE (context from feedback): a recurrence whose gate depends on its own state.
 
-`chunk_coffee` chooses between the sequential scan and multiple shooting; `coffee_step` advances a state by one token.
+`chunk_coffee` reads a sequence; `coffee_step` advances a state by one token.
 """
 
 from .naive import naive_coffee
 from .op import check_coffee, chunk_coffee, coffee_step
-from .sizes import coffee_method
 
-__all__ = ["check_coffee", "chunk_coffee", "coffee_method", "coffee_step", "naive_coffee"]
+__all__ = ["check_coffee", "chunk_coffee", "coffee_step", "naive_coffee"]

@@ -9,8 +9,10 @@ from torch import Tensor
 from .._chunks import checkpoint_slots
 from .._common import num_sequences
 from .._device import has_ptx
+from .._groups import flat
 from .._launch import accumulator, cdiv, contiguous, page_strides
 from .._tape import taped
+from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream, Wanted
 from .kernels.affine_scan import affine_scan_kernel
 from .kernels.backward import coffee_bwd_kernel
 from .kernels.forward import coffee_fwd_kernel
@@ -71,15 +73,10 @@ def backward_options(
     return LaunchOptions(per_thread, 4 if many else 1, GROUP, segment=segment)
 
 
-def _math(x: Tensor, smooth: bool = False) -> int:
-    """MATH of kernels/tiles.py. The interpreter, float64, which runs only there, and AMD have no such instructions.
-
-    `smooth`: for Newton's method, also 16-bit inputs use the functions of float32 inputs. The GPU's tanh has steps, at
-    which the iterations do not settle.
-    """
+def _math(x: Tensor) -> int:
+    """MATH of kernels/tiles.py. The interpreter, float64, which runs only there, and AMD have no such instructions."""
     instructions = has_ptx(x) and x.dtype != torch.float64
-    refined = x.dtype == torch.float32 or (smooth and x.dtype != torch.float64)
-    return instructions + (REFINED.value if refined else PORTABLE)
+    return instructions + (REFINED.value if x.dtype == torch.float32 else PORTABLE)
 
 
 def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
@@ -89,24 +86,14 @@ def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
 
 
 @taped
-def coffee_fwd_triton(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    feedback: str,
-    save: bool,
-    chosen: LaunchOptions | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat(*FORWARD)
+def coffee_fwd_triton(inputs: Inputs, start: Start, rule: Rule, save: Save) -> tuple[Tensor, ...]:
     """Returns y [B, T, D], the final states [N, D, n] and the checkpoints backward needs (empty unless `save`)."""
-    u, lam, w, C, w_filter, gate, x0 = contiguous(u, lam, w, C, w_filter, gate, initial_state)
+    (save,), (cu_seqlens, feedback) = save, rule
+    u, lam, w, C, w_filter, gate, x0 = contiguous(*inputs, *start)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    chosen = chosen or forward_options(N, D, n, _math(u) >= REFINED.value)
+    chosen = forward_options(N, D, n, _math(u) >= REFINED.value)
     y, final = torch.empty_like(u), torch.empty_like(x0)
     slots = checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0
     checkpoints = x0.new_empty(slots, D, NP)
@@ -122,22 +109,14 @@ def coffee_fwd_triton(
     return y, final, checkpoints
 
 
-def affine_scan(
-    A: Tensor, b: Tensor, start: Tensor, reverse: bool = False, base: Tensor | None = None, shift: Tensor | None = None
-) -> Tensor:
-    """What enters every chunk under h' = A h + b from h = start (with base and shift: h' = base + b + A (h - shift)).
-
-    Args:
-        A, b, base, shift: [N, chunks, lanes].
-        start: [N, lanes].
-    """
-    N, chunks, lanes = A.shape
+def affine_scan(A: Tensor, b: Tensor, start: Tensor) -> Tensor:
+    """What enters every segment from its end, h' = A h + b from h = start [N, lanes]; A and b [N, segments, lanes]."""
+    N, segments, lanes = A.shape
     out = torch.empty_like(A)
     L = 32
     affine_scan_kernel[(N * cdiv(lanes, L),)](
-        A, b, start.contiguous(), base, shift, out, chunks, lanes,
-        L=L, P=16, REVERSE=reverse, NEWTON=base is not None, ACC=accumulator(A.dtype), num_warps=1,
-    )  # fmt: skip
+        A, b, start.contiguous(), out, segments, lanes, L=L, P=16, ACC=accumulator(A.dtype), num_warps=1
+    )
     return out
 
 
@@ -147,32 +126,21 @@ def _pad_states(x: Tensor) -> Tensor:
 
 
 @taped
+@flat(*BACKWARD)
 def coffee_bwd_triton(
-    dy: Tensor,
-    dfinal: Tensor,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    checkpoints: Tensor,
-    cu_seqlens: Tensor | None,
-    feedback: str,
-    gate_grad: bool,
-    chosen: LaunchOptions | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule, wanted: Wanted
+) -> tuple[Tensor, ...]:
     """du, dlam, dw, dC, dw_filter (empty without a filter), dgate [B, T, D] (empty unless `gate_grad`), dinitial."""
-    dy, dfinal, u, lam, w, C, w_filter, gate = contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
+    (dy, dfinal), (cu_seqlens, feedback), (gate_grad,) = upstream, rule, wanted
+    dy, dfinal, u, lam, w, C, w_filter, gate = contiguous(*upstream, *inputs)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    chosen = chosen or backward_options(N, T, D, n, cu_seqlens is not None, w_filter is not None)
+    chosen = backward_options(N, T, D, n, cu_seqlens is not None, w_filter is not None)
     P, R = chosen.group, CHECKPOINT // chosen.group
     segment = chosen.segment // CHECKPOINT * R
     segments = cdiv(cdiv(T, P), segment) if segment else 1
     S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
-    du, dx0 = torch.empty_like(u), torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+    du, dx0 = torch.empty_like(u), torch.empty_like(start.initial_state, memory_format=torch.contiguous_format)
     dgate = u.new_empty((B, T, D) if gate_grad else (0,), dtype=dx0.dtype)
     dparams = dx0.new_empty(N * segments, 4, D, n)
     options = {
@@ -187,12 +155,12 @@ def coffee_bwd_triton(
     if segments > 1:
         A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
         coffee_bwd_kernel[grid](
-            upstream, inputs, checkpoints, grads, (A, b), cu_seqlens, T, *strides, segment, segments,
+            upstream, inputs, *kept, grads, (A, b), cu_seqlens, T, *strides, segment, segments,
             DGATE=False, PARALLEL=False, SUMMARY=True, **options,
         )  # fmt: skip
-        carries = affine_scan(A, b, _pad_states(dfinal), reverse=True)
+        carries = affine_scan(A, b, _pad_states(dfinal))
     coffee_bwd_kernel[grid](
-        upstream, inputs, checkpoints, grads, (A, carries), cu_seqlens, T, *strides, segment or T, segments,
+        upstream, inputs, *kept, grads, (A, carries), cu_seqlens, T, *strides, segment or T, segments,
         DGATE=gate_grad, PARALLEL=segments > 1, SUMMARY=False, **options,
     )  # fmt: skip
     dlam, dw, dC = dparams[:, :3].sum(0)
@@ -201,19 +169,11 @@ def coffee_bwd_triton(
 
 
 @taped
-def coffee_step_triton(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    feedback: str,
-) -> Tensor:
+@flat(*STEP)
+def coffee_step_triton(inputs: Inputs, pages: Pages) -> Tensor:
     """One token [B, 1, D]; advances the contiguous `state` [B, D, n], or its pages, in place, in one launch."""
-    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
+    state, state_indices, feedback = pages
+    u, lam, w, C, w_filter, gate = contiguous(*inputs)
     (B, _, D), n = u.shape, lam.shape[1]
     NP = padded_states(n)
     NS = _per_thread(NP, 1)

@@ -8,7 +8,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .._native import INTEGER, POINTER, address, changed, dense, empty, function, over_rows, pages_of
+from .._groups import flat
+from .._native import INTEGER, POINTER, Library, address, changed, dense, empty, function, over_rows, pages_of
+from .arguments import BACKWARD, FORWARD, Inputs, Kept, Pages, Rule, Save, Start, Upstream, Wanted
 from .torch_path import chunk_length
 
 FEEDBACKS = ("sigmoid", "linear", "input", "token")  # phi, in the order of native.cpp
@@ -37,70 +39,43 @@ def _call(library, name, types, tensors, u, lam, gate, feedback, work):
     over_rows(part, batch * -(-features // BLOCK), work * tokens * lanes)
 
 
+@flat(Library, *FORWARD)
 def coffee_fwd_native(
-    library: ctypes.CDLL,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: None,
-    feedback: str,
-    save: bool,
+    native: Library, inputs: Inputs, start: Start, rule: Rule, save: Save
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, D], the final states [B, D, n] and the checkpoints [slots, n, B, D], as `coffee_fwd_torch`."""
+    (u, lam, w, C, w_filter, gate), (save,), feedback = inputs, save, rule.feedback
     dtype, (batch, tokens, features), states = u.dtype, u.shape, lam.shape[1]
     u, lam, w, C, w_filter, gate = (dense(t) for t in (u, lam, w, C, w_filter, gate))
-    state = _changeable(initial_state)
+    state = _changeable(start.initial_state)
     y = torch.empty_like(u)
     slots = -(-tokens // chunk_length(state.numel())) if save else 0
     kept = empty(slots, states, batch, features)
     tensors = (u, lam, w, C, w_filter, gate, state, y, kept if save else None)
-    _call(library, "coffee_tokens", TOKENS, tensors, u, lam, gate, feedback, FORWARD_WORK)
+    _call(native.library, "coffee_tokens", TOKENS, tensors, u, lam, gate, feedback, FORWARD_WORK)
     return y.to(dtype), state.permute(1, 2, 0).clone(memory_format=torch.contiguous_format), kept
 
 
+@flat(Library, *BACKWARD)
 def coffee_bwd_native(
-    library: ctypes.CDLL,
-    dy: Tensor,
-    dfinal: Tensor,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    checkpoints: Tensor,
-    cu_seqlens: None,
-    feedback: str,
-    gate_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    native: Library, upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule, wanted: Wanted
+) -> tuple[Tensor, ...]:
     """Gradients as `coffee_bwd_torch`."""
+    (dy, dfinal), (u, lam, w, C, w_filter, gate) = upstream, inputs
+    (gate_grad,), feedback = wanted, rule.feedback
     (batch, _, features), states = u.shape, lam.shape[1]
-    dy, u, lam, w, C, w_filter, gate, kept = (dense(t) for t in (dy, u, lam, w, C, w_filter, gate, checkpoints))
+    dy, u, lam, w, C, w_filter, gate, checkpoints = (dense(t) for t in (dy, u, lam, w, C, w_filter, gate, *kept))
     dstate = _changeable(dfinal)
     du, dgate = torch.empty_like(u), torch.empty_like(u) if gate_grad else None
     grads = [empty(batch, states, features) for _ in range(4)]
-    tensors = (dy, dstate, u, lam, w, C, w_filter, gate, kept, du, dgate, *grads)
-    _call(library, "coffee_gradients", GRADIENTS, tensors, u, lam, gate, feedback, BACKWARD_WORK)
+    tensors = (dy, dstate, u, lam, w, C, w_filter, gate, checkpoints, du, dgate, *grads)
+    _call(native.library, "coffee_gradients", GRADIENTS, tensors, u, lam, gate, feedback, BACKWARD_WORK)
     return du, *(t.sum(0).t() for t in grads), dgate, dstate.permute(1, 2, 0).contiguous()
 
 
-def coffee_step_native(
-    library: ctypes.CDLL,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    feedback: str,
-) -> Tensor:
+def coffee_step_native(library: ctypes.CDLL, inputs: Inputs, pages: Pages) -> Tensor:
     """One token [B, 1, D] without a gate; advances the state [B, D, n], or its pages, in place."""
+    (u, lam, w, C, w_filter, _), (state, state_indices, feedback) = inputs, pages
     dtype, pages, (features, states) = u.dtype, pages_of(state_indices, len(state)), lam.shape
     u, lam, w, C, w_filter = (dense(t) for t in (u, lam, w, C, w_filter))
     y = torch.empty_like(u)

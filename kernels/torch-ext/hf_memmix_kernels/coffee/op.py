@@ -1,7 +1,6 @@
-"""The COFFEE op: checks of the arguments, choice of the path and the method, registration with torch.library."""
+"""The COFFEE op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import functools
-import warnings
 
 import torch
 from torch import Tensor
@@ -9,15 +8,15 @@ from torch import Tensor
 from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
+from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, saves_for_backward, step_op
+from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream, Wanted
 from .native_path import FEEDBACKS, coffee_bwd_native, coffee_fwd_native, coffee_step_native
-from .sizes import CHECKPOINT, coffee_method, padded_states
+from .sizes import CHECKPOINT, padded_states
 from .torch_path import chunk_length, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
 
-METHODS = ("auto", "scan", "shooting")
 MAX_STATES = 64
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}  # of multiple shooting: the last update, of 1 + |x|
 
 
 def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[int, ...]:
@@ -30,87 +29,44 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
     return (-(-T // chunk_length(B * D * n)) if save and cu_seqlens is None else 0, n, B, D)
 
 
-def _paths(cu_seqlens: Tensor | None, u: Tensor, *tensors: Tensor | None):
-    """The scan and its backward on the path that runs these tensors; the sixth of `tensors` is the initial state."""
-    if cu_seqlens is None and tensors[5].dtype == torch.float32 and (library := native_library("coffee", u, *tensors)):
+def _paths(inputs: Inputs, start: Start, rule: Rule, *upstream: Tensor):
+    """The scan and its backward on the path that runs these tensors."""
+    native = rule.cu_seqlens is None and start.initial_state.dtype == torch.float32
+    if native and (library := native_library("coffee", *inputs, *start, *upstream)):
         return functools.partial(coffee_fwd_native, library), functools.partial(coffee_bwd_native, library)
-    if use_triton(u, "coffee"):
+    if use_triton(inputs.u, "coffee"):
         from .launch import coffee_bwd_triton, coffee_fwd_triton
 
         return coffee_fwd_triton, coffee_bwd_triton
     return coffee_fwd_torch, coffee_bwd_torch
 
 
-@functools.cache
-def _warn_not_converged() -> None:
-    warnings.warn(
-        "chunk_coffee, method 'shooting': Newton's iterations did not converge, the sequential scan ran instead (this"
-        " warning comes once). With |w| or |u| of 3 and more, as in trained gates, they often do not: pass"
-        " method='scan'",
-        stacklevel=2,
-    )
-
-
 @chunk_op("hf_memmix::coffee_fwd")
-def _fwd(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    feedback: str,
-    save: bool,
-    method: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # iterations read their convergence back to the host, which is not possible while a CUDA graph is captured
-    capturing = u.is_cuda and torch.cuda.is_current_stream_capturing()
-    if method == "shooting" and cu_seqlens is None and u.numel() and not capturing and use_triton(u, "coffee"):
-        from .launch_shooting import shooting_fwd
-
-        tolerance = TOLERANCE[initial_state.dtype]
-        found = shooting_fwd(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance)
-        if found is not None:
-            return found[:3]
-        _warn_not_converged()
-    fwd, _ = _paths(cu_seqlens, u, lam, w, C, w_filter, gate, initial_state)
-    save = save and (cu_seqlens is None or use_triton(u, "coffee"))
-    return fwd(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save)
+@flat(*FORWARD)
+def _fwd(inputs: Inputs, start: Start, rule: Rule, save: Save) -> tuple[Tensor, Tensor, Tensor]:
+    fwd, _ = _paths(inputs, start, rule)
+    save = save.save and (rule.cu_seqlens is None or use_triton(inputs.u, "coffee"))
+    return fwd(*inputs, *start, *rule, save)
 
 
 @_fwd.register_fake
-def _(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save, method):
-    return (
-        u.new_empty(u.shape),
-        initial_state.new_empty(initial_state.shape),
-        initial_state.new_empty(_checkpoint_shape(u, initial_state, cu_seqlens, save)),
-    )
+@flat(*FORWARD)
+def _(inputs, start, rule, save):
+    u, state = inputs.u, start.initial_state
+    kept = _checkpoint_shape(u, state, rule.cu_seqlens, save.save)
+    return u.new_empty(u.shape), state.new_empty(state.shape), state.new_empty(kept)
 
 
 @chunk_op("hf_memmix::coffee_bwd")
-def _bwd(
-    dy: Tensor,
-    dfinal: Tensor,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    checkpoints: Tensor,
-    cu_seqlens: Tensor | None,
-    feedback: str,
-    gate_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (u, lam, w, C, w_filter, gate, initial_state)
-    fwd, bwd = _paths(cu_seqlens, *inputs, dy, dfinal)
+@flat(*BACKWARD)
+def _bwd(upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule, wanted: Wanted) -> tensors(7):
+    (u, lam, w, C, w_filter, gate), (checkpoints,) = inputs, kept
+    fwd, bwd = _paths(inputs, start, rule, *upstream)
     if not checkpoints.numel():
-        checkpoints = fwd(*inputs, cu_seqlens, feedback, True)[2]
-    du, dlam, dw, dC, dfilter, dgate, dinitial = bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, feedback, gate_grad)
-    if gate is None or not gate_grad:
+        checkpoints = fwd(*inputs, *start, *rule, True)[2]
+    grads = bwd(*upstream, *inputs, *start, checkpoints, *rule, *wanted)
+    du, dlam, dw, dC, dfilter, dgate, dinitial = grads
+    if gate is None or not wanted.gate_grad:
         dgate = u.new_empty(0)
     else:
         dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype).contiguous()
@@ -123,14 +79,16 @@ def _bwd(
 
 
 @_bwd.register_fake
-def _(dy, dfinal, u, lam, w, C, w_filter, gate, initial_state, checkpoints, cu_seqlens, feedback, gate_grad):
-    likes = (u, lam, w, C, C.new_empty(0) if w_filter is None else w_filter)
-    dgate = u.new_empty(0) if gate is None or not gate_grad else gate.new_empty(gate.shape)
-    return *(t.new_empty(t.shape) for t in likes), dgate, initial_state.new_empty(initial_state.shape)
+@flat(*BACKWARD)
+def _(upstream, inputs, start, kept, rule, wanted):
+    *likes, w_filter, gate = inputs
+    likes.append(inputs.C.new_empty(0) if w_filter is None else w_filter)
+    likes.append(inputs.u.new_empty(0) if gate is None or not wanted.gate_grad else gate)
+    return tuple(t.new_empty(t.shape) for t in (*likes, *start))
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.feedback, _, _ = inputs
+    *tensors, ctx.feedback, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
@@ -143,49 +101,32 @@ def _backward(ctx, dy, dfinal, _):
     grads = _bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, ctx.feedback, gate_grad)
     du, dlam, dw, dC, dfilter, dgate, dinitial = grads
     dfilter = None if inputs[4] is None else dfilter
-    return du, dlam, dw, dC, dfilter, dgate if gate_grad else None, dinitial, *[None] * 4
+    return du, dlam, dw, dC, dfilter, dgate if gate_grad else None, dinitial, *[None] * 3
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::coffee_step", mutates_args=("state",))
-def _step(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    feedback: str,
-) -> Tensor:
-    tensors = u, lam, w, C, w_filter, state
-    if gate is None and state.dtype == torch.float32 and (library := native_library("coffee", *tensors)):
-        return coffee_step_native(library, *tensors, state_indices, feedback)
+@flat(*STEP)
+def _step(inputs: Inputs, pages: Pages) -> Tensor:
+    native = inputs.gate is None and pages.state.dtype == torch.float32
+    if native and (library := native_library("coffee", *inputs[:5], pages.state)):
+        return coffee_step_native(library, inputs, pages)
     step = coffee_step_torch
-    if use_triton(u, "coffee"):
+    if use_triton(inputs.u, "coffee"):
         from .launch import coffee_step_triton as step
-    return step(u, lam, w, C, w_filter, gate, state, state_indices, feedback)
+    return step(*inputs, *pages)
 
 
 @_step.register_fake
-def _(u, lam, w, C, w_filter, gate, state, state_indices, feedback):
+def _(u, *rest):
     return u.new_empty(u.shape)
 
 
-def _check(
-    op: str,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor | None,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    feedback: str,
-) -> Tensor:
-    """Raise ValueError for shapes and options that do not fit; returns w, or what stands for it where it is unused."""
+def _check(op: str, inputs: Inputs, feedback: str) -> Inputs:
+    """Raise ValueError for shapes and options that do not fit; returns the inputs, with zeros for an unused w."""
+    u, lam, w, C, w_filter, gate = inputs
     if u.dim() != 3:
         raise ValueError(f"{op}: u must be [B, T, D], got shape {tuple(u.shape)}")
     if u.shape[1] == 0:
@@ -211,7 +152,7 @@ def _check(
             f"{op}: gate must be [B, T] = {tuple(u.shape[:2])} or [B, T, D] = {tuple(u.shape)}, got"
             f" {tuple(gate.shape)}"
         )
-    return w
+    return inputs._replace(w=w)
 
 
 def check_coffee(lam: Tensor | None = None, state: Tensor | None = None) -> None:
@@ -246,7 +187,6 @@ def chunk_coffee(
     feedback: str = "sigmoid",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    method: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """COFFEE: s_k = gate_k phi_k, x_k = (1 + lam s_k) x_{k-1} + s_k u_k, y_k = sum_j C_j x_{k,j} (equations 5, 7).
 
@@ -264,9 +204,6 @@ def chunk_coffee(
             sigmoid(w u_k), without feedback; "token" is 1 (equation 4), then `gate` is the whole gate.
         initial_state: [N, D, n]; zeros when None.
         cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
-        method: "scan", token by token; "shooting", Newton's iterations on the states between chunks of time (packed
-            inputs, the capture of a CUDA graph and inputs without a GPU use the scan); or "auto", see
-            `coffee_method`.
 
     Returns:
         y [B, T, D] in u.dtype and the final state [N, D, n] in float32 (float64 for float64 inputs), both
@@ -275,9 +212,7 @@ def chunk_coffee(
     Raises:
         ValueError: a shape or option is none of these.
     """
-    if method not in METHODS:
-        raise ValueError(f"chunk_coffee: method={method!r} is not one of {METHODS}")
-    w = _check("chunk_coffee", u, lam, w, C, w_filter, gate, feedback)
+    inputs = _check("chunk_coffee", Inputs(u, lam, w, C, w_filter, gate), feedback)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, u.shape[0])
     dtype = compute_dtype(u.dtype)
@@ -286,11 +221,8 @@ def chunk_coffee(
         initial_state = u.new_zeros(expected, dtype=dtype)
     elif tuple(initial_state.shape) != expected:
         raise ValueError(f"chunk_coffee: initial_state must be {expected}, got {tuple(initial_state.shape)}")
-    if method == "auto":
-        method = coffee_method(*u.shape, lam.shape[1], cuda=u.is_cuda) if cu_seqlens is None else "scan"
-    inputs = (u, lam, w, C, w_filter, gate)
     save = saves_for_backward(*inputs, initial_state)
-    y, final, _ = _fwd(*inputs, initial_state.to(dtype), dense(cu_seqlens), feedback, save, method)
+    y, final, _ = _fwd(*inputs, initial_state.to(dtype), dense(cu_seqlens), feedback, save)
     return y, final
 
 
@@ -319,8 +251,8 @@ def coffee_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    w = _check("coffee_step", u, lam, w, C, w_filter, gate, feedback)
+    inputs = _check("coffee_step", Inputs(u, lam, w, C, w_filter, gate), feedback)
     if u.shape[1] != 1:
         raise ValueError(f"coffee_step advances by one token, got {u.shape[1]}; use chunk_coffee for several")
     check_step_states("coffee_step", (state,), ((u.shape[0], *lam.shape),), state_indices)
-    return _step(u, lam, w, C, w_filter, gate, state, state_indices, feedback)
+    return _step(*inputs, state, state_indices, feedback)

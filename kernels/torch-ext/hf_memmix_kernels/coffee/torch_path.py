@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream, Wanted
 
 # elements of the states of a chunk, which should stay in a CPU's cache
 CHUNK_ELEMENTS = 2**18
@@ -23,9 +25,8 @@ def chunk_length(lanes: int) -> int:
 class Lanes:
     """One call's inputs in the layout of the loop: per-token [T, 1, B, D], parameters [n, B, D]."""
 
-    def __init__(
-        self, u: Tensor, lam: Tensor, w: Tensor, C: Tensor, w_filter: Tensor | None, gate: Tensor | None, feedback: str
-    ):
+    def __init__(self, inputs: Inputs, feedback: str):
+        u, lam, w, C, w_filter, gate = inputs
         self.dtype = compute_dtype(u.dtype)
         self.feedback = feedback
         self.batch, self.tokens, self.features = u.shape
@@ -114,31 +115,22 @@ def _unpack(cu_seqlens: Tensor, gate: Tensor | None, *rows: Tensor) -> tuple[Seq
     return layout, layout.split(gate).squeeze(2), [layout.split(t).squeeze(2) for t in rows]
 
 
-def coffee_fwd_torch(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    feedback: str,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat(*FORWARD)
+def coffee_fwd_torch(inputs: Inputs, start: Start, rule: Rule, save: Save) -> tuple[Tensor, ...]:
     """Returns y [B, T, D], the final states [N, D, n] and the checkpoints backward needs (empty unless `save`)."""
-    layout = None
-    if cu_seqlens is not None:
-        layout, gate, (u,) = _unpack(cu_seqlens, gate, u)
-    lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
-    x = lanes.state(initial_state)
+    layout, (u, *_), (save,) = None, inputs, save
+    if rule.cu_seqlens is not None:
+        layout, gate, (u,) = _unpack(rule.cu_seqlens, inputs.gate, u)
+        inputs = inputs._replace(u=u, gate=gate)
+    lanes = Lanes(inputs, rule.feedback)
+    x = lanes.state(start.initial_state)
     step = chunk_length(x.numel())
     y = u.new_empty(lanes.tokens, lanes.batch, lanes.features)
     buffer = x.new_empty(min(step, lanes.tokens), *x.shape)
     kept = []
-    for start in range(0, lanes.tokens, step):
-        rows = slice(start, min(start + step, lanes.tokens))
-        out = buffer[: rows.stop - start]
+    for first in range(0, lanes.tokens, step):
+        rows = slice(first, min(first + step, lanes.tokens))
+        out = buffer[: rows.stop - first]
         if save:
             kept.append(x.clone())
         x = lanes.advance(rows, x, out)
@@ -150,26 +142,16 @@ def coffee_fwd_torch(
     return y, x.permute(1, 2, 0).clone(memory_format=torch.contiguous_format), checkpoints
 
 
+@flat(*BACKWARD)
 def coffee_bwd_torch(
-    dy: Tensor,
-    dfinal: Tensor,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    checkpoints: Tensor,
-    cu_seqlens: Tensor | None,
-    feedback: str,
-    gate_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule, wanted: Wanted
+) -> tuple[Tensor, ...]:
     """Returns du, dlam, dw, dC, dw_filter, dgate [B, T, D] (nothing without `gate_grad`) and the initial states'."""
-    layout = None
-    if cu_seqlens is not None:
-        layout, gate, (u, dy) = _unpack(cu_seqlens, gate, u, dy)
-    lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
+    layout, (dy, dfinal), (gate_grad,), feedback = None, upstream, wanted, rule.feedback
+    if rule.cu_seqlens is not None:
+        layout, gate, (u, dy) = _unpack(rule.cu_seqlens, inputs.gate, inputs.u, dy)
+        inputs = inputs._replace(u=u, gate=gate)
+    lanes = Lanes(inputs, feedback)
     dy = lanes.rows(dy)
     carry = lanes.state(dfinal)
     step = chunk_length(carry.numel())
@@ -180,7 +162,7 @@ def coffee_bwd_torch(
     for start in reversed(range(0, lanes.tokens, step)):
         rows = slice(start, min(start + step, lanes.tokens))
         before, phi, v, J, G, spare, after = buffers[:, : rows.stop - start].unbind()
-        first = checkpoints[start // step]
+        first = kept.checkpoints[start // step]
         lanes.advance(rows, first, after)
         torch.cat([first[None], after[:-1]], out=before)
         phi, v = lanes.local(rows, before, phi, v)
@@ -222,18 +204,10 @@ def coffee_bwd_torch(
     return du, *parameters, dgate, carry.permute(1, 2, 0).contiguous()
 
 
-def coffee_step_torch(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    pool: Tensor,
-    state_indices: Tensor | None,
-    feedback: str,
-) -> Tensor:
+@flat(*STEP)
+def coffee_step_torch(inputs: Inputs, pages: Pages) -> Tensor:
     """One token [B, 1, D]; advances the state [B, D, n], or its pages in `pool`, in place."""
+    (u, lam, w, C, w_filter, gate), (pool, state_indices, feedback) = inputs, pages
     (state,) = read_pages(state_indices, pool)
     # one token has no loop to lay out memory for: that would take longer than the token
     dtype = compute_dtype(u.dtype)

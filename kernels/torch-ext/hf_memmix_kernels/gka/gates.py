@@ -8,15 +8,18 @@ choice between the paths, and the torch path; op_gates.py has the operator, laun
 
 from torch.nn import functional as F
 
+from .._groups import flat
 from ..rowwise.torch_path import decay_torch
+from .arguments import Gates
 
 MAX_NATIVE_WORK = 2**20  # products; with more of them, the matrix products of torch are faster
 MAX_ROWS = 128  # of the Triton kernel, which reads the weights again for each row
 
 
-def gates_torch(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps):
+@flat(Gates)
+def gates_torch(gates: Gates):
     """log_decay, beta and alpha, as `op_gates.gates_of_token`."""
-    layers = ((w_decay, b_decay), (w_beta, b_beta), (w_alpha, b_alpha))
-    logits = [F.linear(x, w, b).float() for w, b in layers]
-    _, log_decay = decay_torch(logits[0], dt_bias, A_log, None, None, None)
-    return log_decay, logits[1].sigmoid() + beta_eps, logits[2].sigmoid()
+    x, *weights = gates[:4]
+    logits = [F.linear(x, w, b).float() for w, b in zip(weights, gates[4:7], strict=True)]
+    _, log_decay = decay_torch(logits[0], gates.dt_bias, gates.A_log, None, None, None)
+    return log_decay, logits[1].sigmoid() + gates.beta_eps, logits[2].sigmoid()

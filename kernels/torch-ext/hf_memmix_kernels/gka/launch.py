@@ -10,8 +10,10 @@ import torch
 
 from .._chunks import chunk_table
 from .._device import has_ptx
+from .._groups import flat
 from .._launch import accumulator, cdiv, next_power_of_2, page_strides
 from .._tape import taped
+from .arguments import BACKWARD, FORWARD, STEP, Chunks, Inputs, Packing, Pages, Solver, States
 from .kernels.backward import gka_bwd_kernel_dk, gka_bwd_kernel_dv, gka_bwd_kernel_read, gka_bwd_kernel_ridge
 from .kernels.forward import gka_fwd_kernel_read
 from .kernels.scan import gka_bwd_kernel_scan, gka_fwd_kernel_scan
@@ -52,14 +54,14 @@ def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
 class _Launch:
     """Sizes, scratch and the arguments that the kernels of one call share."""
 
-    def __init__(self, q, k, v, cu_seqlens, phases, ridge):
+    def __init__(self, q, k, v, cu_seqlens, solver: Solver):
         batch, length, self.H, self.D = q.shape
         self.q, self.HK, self.DVR = q, k.shape[2], v.shape[-1]
         self.C = chunk_length(max(self.D, self.DVR), q.dtype)
         # states are square: at some unequal sizes ptxas 12.8 reads operands from a register that it never wrote
         self.DK = max(16, next_power_of_2(max(self.D, self.DVR)))
         self.DS = max(16, next_power_of_2(self.D))
-        self.phases, self.ridge = tuple(phases), ridge
+        self.phases, self.ridge = tuple(solver.phases), solver.ridge
         self.wide = self.DS > 128  # the solver parks solutions in memory
         per_sequence = cdiv(length, self.C)
         if cu_seqlens is None:
@@ -143,30 +145,31 @@ class _Launch:
 
 
 @taped
-def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
+@flat(*FORWARD)
+def gka_forward(inputs: Inputs, states: States, packing: Packing, solver: Solver, chunks: Chunks):
     """(o in q's dtype, x float32, final H, final U). The kernels choose the chunk length, `chunk_size` is not used."""
-    q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0))
-    launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
+    q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (*inputs, *states))
+    launch = _Launch(q, k, v, packing.cu_seqlens, solver)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
     x = torch.empty_like(q, dtype=torch.float32)
     launch.solve(launch.phases, q, None, None, k, log_decay, beta, H0, x, x)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     gka_fwd_kernel_read[launch.chunk_grid](
-        (q, k, v, log_decay, alpha, beta), UT0, x, o, *launch.by_chunk, scale,
+        (q, k, v, log_decay, alpha, beta), UT0, x, o, *launch.by_chunk, solver.scale,
         **launch.sizes, **launch.options("fwd_read"),
     )  # fmt: skip
     return o, x, h_final, u_final
 
 
 @taped
-def gka_backward(
-    do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size
-):
+@flat(*BACKWARD)
+def gka_backward(upstream, inputs, states, kept, packing, solver, chunks):
     """Gradients (dq, dk, dv, dlog_decay, dalpha, dbeta, dh0, du0); the chunk states are computed again."""
     do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x = (
-        t.contiguous() for t in (do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x)
+        t.contiguous() for t in (*upstream, *inputs, *states, *kept)
     )
-    launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
+    phases, ridge, scale = solver
+    launch = _Launch(q, k, v, packing.cu_seqlens, solver)
     H0, UT0, *_ = launch.scan_states(k, v, log_decay, beta, h0, u0)
 
     # to save memory, dq and z first hold the high and low part of the solver's right side, and E what it parks
@@ -215,24 +218,13 @@ def gka_backward(
 
 
 @taped
-def gka_step_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    h: torch.Tensor,
-    u: torch.Tensor,
-    state_indices: torch.Tensor | None,
-    phases: list[int],
-    ridge: float,
-    scale: float,
-) -> torch.Tensor:
+@flat(*STEP)
+def gka_step_triton(inputs: Inputs, states: States, pages: Pages, solver: Solver) -> torch.Tensor:
     """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D].
 
     Returns o [B, 1, H, Dv] in q's dtype.
     """
+    (q, k, v, *_), (phases, ridge, scale) = inputs, solver
     batch, _, heads, D = q.shape
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
@@ -242,9 +234,9 @@ def gka_step_triton(
     # there the iterations of 16-bit models use H in 16 bits, if a later phase corrects it
     low = BD > 128 and q.element_size() == 2 and len(phases) > 1
     gka_step_kernel[(batch * heads,)](
-        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
-        state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
+        *(t.contiguous() for t in inputs), *states,
+        pages.state_indices, *page_strides(pages.state_indices, *states), o, float(ridge), float(scale), heads,
         D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
-        LOW=low, ASM=has_ptx(q), ACC=accumulator(h.dtype), num_warps=num_warps,
+        LOW=low, ASM=has_ptx(q), ACC=accumulator(states.h.dtype), num_warps=num_warps,
     )  # fmt: skip
     return o

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from .._groups import flat
 from .._launch import cdiv, next_power_of_2
 from .._tape import taped
+from .arguments import Gates
 from .kernels.gates import gka_activations_kernel, gka_gates_kernel
 
 HEADS_OF_PROGRAM = 2  # with 32 heads and one row 48 programs read the weights
@@ -13,24 +15,15 @@ BLOCK = 2048  # of the hidden size, in registers at a time: 16 bytes per thread 
 
 
 @taped
-def gates_triton(
-    x: Tensor,
-    w_decay: Tensor,
-    w_beta: Tensor,
-    w_alpha: Tensor,
-    b_decay: Tensor | None,
-    b_beta: Tensor | None,
-    b_alpha: Tensor | None,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    beta_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat(Gates)
+def gates_triton(gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
     """log_decay, beta and alpha, float32 [B, 1, H], see `op_gates.gates_of_token`."""
-    batch, (heads, hidden) = x.shape[0], w_decay.shape
+    x, *weights = gates[:4]
+    batch, (heads, hidden) = x.shape[0], weights[0].shape
     results = tuple(torch.empty(batch, 1, heads, dtype=torch.float32, device=x.device) for _ in range(3))
     gka_gates_kernel[(batch, cdiv(heads, HEADS_OF_PROGRAM), 3)](
-        x, (w_decay, w_beta, w_alpha), (b_decay, b_beta, b_alpha), dt_bias.contiguous(), A_log.contiguous(), results,
-        heads, hidden, float(beta_eps), BH=HEADS_OF_PROGRAM, BD=min(BLOCK, next_power_of_2(hidden)), num_warps=4,
+        x, tuple(weights), tuple(gates[4:7]), gates.dt_bias.contiguous(), gates.A_log.contiguous(), results,
+        heads, hidden, float(gates.beta_eps), BH=HEADS_OF_PROGRAM, BD=min(BLOCK, next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
     return results
 

@@ -20,6 +20,7 @@ from .._native import (
     starts_of,
     zeros,
 )
+from .arguments import Gates, Inputs, Solver, States, Upstream
 from .schedule import gradient_phases, richardson_steps
 
 TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
@@ -35,13 +36,10 @@ def _schedule(phases: tuple[int, ...], ridge: float) -> tuple[Tensor, Tensor]:
     return flat, torch.tensor([len(phase) for phase in steps], device="cpu")
 
 
-def _advance(library, inputs, states, pages, starts, schedule, outputs):
-    """Advance the states (h, u) in place over all tokens, and write the outputs (o, x), see native.cpp.
-
-    inputs: q, k, v, log_decay, alpha and beta. schedule: phases, ridge and scale.
-    """
+def _advance(library, inputs: Inputs, states: States, pages, starts, solver: Solver, outputs: tuple):
+    """Advance the states in place over all tokens, and write the outputs (o, x), see native.cpp."""
     q, k, v, log_decay, alpha, beta = map(dense, inputs)
-    (h, u), (o, x), (phases, ridge, scale) = states, outputs, schedule
+    (h, u), (o, x), (phases, ridge, scale) = states, outputs, solver
     (_, _, heads, dim), values = q.shape, 0 if v is None else v.shape[-1]
     steps, counts = _schedule(tuple(phases), ridge)
     call = function(library, "gka_tokens", TOKENS)
@@ -55,24 +53,24 @@ def _advance(library, inputs, states, pages, starts, schedule, outputs):
 
 
 def gka_forward_native(
-    library: ctypes.CDLL, inputs: tuple, states: tuple, cu_seqlens: Tensor | None, schedule: tuple
+    library: ctypes.CDLL, inputs: Inputs, states: States, cu_seqlens: Tensor | None, solver: Solver
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U. Groups as in `_advance`."""
+    """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U."""
     q, _, v, *_ = inputs
     h, u = (s.clone(memory_format=torch.contiguous_format) for s in states)
     o, x = (empty(*q.shape[:3], t.shape[-1]) for t in (v, q))
     starts = starts_of(*q.shape[:2], cu_seqlens)
     if cu_seqlens is not None:  # tokens of no sequence
         o.zero_(), x.zero_()
-    _advance(library, inputs, (h, u), None, starts, schedule, (o, x))
+    _advance(library, inputs, (h, u), None, starts, solver, (o, x))
     return o.to(q.dtype), x, h, u
 
 
 def gka_backward_native(
-    library: ctypes.CDLL, upstream: tuple, inputs: tuple, states: tuple, x: Tensor, cu_seqlens, schedule: tuple
+    library: ctypes.CDLL, upstream: Upstream, inputs: Inputs, states: States, x: Tensor, cu_seqlens, solver: Solver
 ) -> tuple[Tensor, ...]:
-    """Gradients as `torch_path.gka_backward`; upstream: do, dh_final and du_final, other groups as in `_advance`."""
-    (q, k, v, *_), (phases, ridge, scale) = inputs, schedule
+    """Gradients as `torch_path.gka_backward`."""
+    (q, k, v, *_), (phases, ridge, scale) = inputs, solver
     dtypes, (batch, length, heads, dim), values = (q.dtype, k.dtype, v.dtype), q.shape, v.shape[-1]
     kv_heads = k.shape[2]
     given = [dense(t) for t in (*upstream, *inputs, *states, x)]
@@ -95,33 +93,26 @@ def gka_backward_native(
 
 
 def gka_step_native(
-    library: ctypes.CDLL, inputs: tuple, states: tuple, state_indices: Tensor | None, schedule: tuple
+    library: ctypes.CDLL, inputs: Inputs, states: States, state_indices: Tensor | None, solver: Solver
 ) -> Tensor:
     """Advance the states, or their pages, in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, Dv]."""
     q, v = inputs[0], inputs[2]
     o = empty(*q.shape[:3], v.shape[-1])
     starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices, len(states[0]))
-    _advance(library, inputs, states, pages, starts, schedule, (o, None))
+    _advance(library, inputs, states, pages, starts, solver, (o, None))
     changed(*states)
     return o if q.dtype == torch.float32 else o.to(q.dtype)
 
 
-def gates_of_token_native(
-    library: ctypes.CDLL,
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    dt_bias: Tensor,
-    A_log: Tensor,
-    beta_eps: float,
-) -> tuple[Tensor, ...]:
+def gates_of_token_native(library: ctypes.CDLL, gates: Gates) -> tuple[Tensor, ...]:
     """log_decay, beta and alpha, float32 [B, 1, H], see `op_gates.gates_of_token`."""
+    (x, *weights), biases = gates[:4], gates[4:7]
     heads, hidden = weights[0].shape
-    dt_bias, A_log = dense(dt_bias), dense(A_log)
+    dt_bias, A_log = dense(gates.dt_bias), dense(gates.A_log)
     results, pointers = tuple(empty(x.shape[0], 1, heads) for _ in weights), POINTER * 3
     function(library, "gka_gates", GATES)(
         x.data_ptr(), pointers(*[t.data_ptr() for t in weights]), pointers(*[address(t) for t in biases]),
         dt_bias.data_ptr(), A_log.data_ptr(), pointers(*[t.data_ptr() for t in results]),
-        x.shape[0], hidden, heads, beta_eps, x.dtype == torch.bfloat16,
+        x.shape[0], hidden, heads, gates.beta_eps, x.dtype == torch.bfloat16,
     )  # fmt: skip
     return results

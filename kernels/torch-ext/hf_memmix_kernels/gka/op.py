@@ -5,21 +5,23 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences, without_autocast
 from .._dispatch import native_library, use_triton
+from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
+from .arguments import BACKWARD, FORWARD, STEP, Chunks, Inputs, Packing, Pages, Solver, States
 from .native_path import gka_backward_native, gka_forward_native, gka_step_native
 from .schedule import as_phases
 from .torch_path import gka_step_torch
 
 
-def _chunk_path(q: Tensor, v: Tensor):
+def _chunk_path(inputs: Inputs):
     """The module whose gka_forward and gka_backward run.
 
     It is the torch path for float64 inputs, because the Triton kernels would round them to float32, and for states
     that do not fit into shared memory.
     """
-    largest = max(q.shape[-1], v.shape[-1])
+    q, largest = inputs.q, max(inputs.q.shape[-1], inputs.v.shape[-1])
     if use_triton(q, "gka", largest) and q.dtype != torch.float64:
         from . import launch
 
@@ -28,79 +30,46 @@ def _chunk_path(q: Tensor, v: Tensor):
     return torch_path
 
 
-def _native(h: Tensor, *tensors: Tensor):
+def _native(states: States, *tensors: Tensor):
     """The native code, if it should run on these tensors; else None."""
-    return native_library("gka", *tensors, h) if h.dtype == torch.float32 else None
+    return native_library("gka", *tensors, *states) if states.h.dtype == torch.float32 else None
 
 
 @chunk_op("hf_memmix::gka_fwd")
-def _gka_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    h0: Tensor,
-    u0: Tensor,
-    cu_seqlens: Tensor | None,
-    phases: list[int],
-    ridge: float,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if library := _native(h0, q, k, v, log_decay, alpha, beta, u0):
-        inputs = q, k, v, log_decay, alpha, beta
-        return gka_forward_native(library, inputs, (h0, u0), cu_seqlens, (phases, ridge, scale))
-    path = _chunk_path(q, v)
-    outputs = path.gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size)
+@flat(*FORWARD)
+def _gka_fwd(inputs: Inputs, states: States, packing: Packing, solver: Solver, chunks: Chunks) -> tensors(4):
+    if library := _native(states, *inputs):
+        return gka_forward_native(library, inputs, states, packing.cu_seqlens, solver)
+    outputs = _chunk_path(inputs).gka_forward(*inputs, *states, *packing, *solver, *chunks)
     return tuple(t.contiguous() for t in outputs)
 
 
 @_gka_fwd.register_fake
-def _(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
+def _(q, k, v, log_decay, alpha, beta, h0, u0, *rest):
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     # dense, as the results are; empty_like would keep the strides of the arguments
     return o, q.new_empty(q.shape, dtype=h0.dtype), h0.new_empty(h0.shape), u0.new_empty(u0.shape)
 
 
 @chunk_op("hf_memmix::gka_bwd")
-def _gka_bwd(
-    do: Tensor,
-    dh_final: Tensor,
-    du_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    h0: Tensor,
-    u0: Tensor,
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    phases: list[int],
-    ridge: float,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    upstream, inputs, states = (do, dh_final, du_final), (q, k, v, log_decay, alpha, beta), (h0, u0)
-    schedule = phases, ridge, scale
-    if library := _native(h0, q, k, v, log_decay, beta, do, x):
-        grads = gka_backward_native(library, upstream, inputs, states, x, cu_seqlens, schedule)
+@flat(*BACKWARD)
+def _gka_bwd(upstream, inputs, states, kept, packing, solver, chunks) -> tensors(8):
+    if library := _native(states, *inputs, upstream.do, kept.x):
+        grads = gka_backward_native(library, upstream, inputs, states, kept.x, packing.cu_seqlens, solver)
     else:
-        backward = _chunk_path(q, v).gka_backward
-        grads = backward(*upstream, *inputs, *states, x, cu_seqlens, *schedule, chunk_size)
+        backward = _chunk_path(inputs).gka_backward
+        grads = backward(*upstream, *inputs, *states, *kept, *packing, *solver, *chunks)
     return tuple(t.contiguous() for t in grads)
 
 
 @_gka_bwd.register_fake
-def _(do, dh, du, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v, log_decay, alpha, beta, h0, u0))
+@flat(*BACKWARD)
+def _(upstream, inputs, states, *rest):
+    return tuple(t.new_empty(t.shape) for t in (*inputs, *states))
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size = inputs
+    *tensors, ctx.options = *inputs[:9], inputs[9:]
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
 
@@ -110,40 +79,27 @@ def _backward(ctx, do, _dx, dh_final, du_final):
     q, _, v, *_, h0, u0 = tensors
     do = or_zeros(do, q, (*q.shape[:3], v.shape[-1]))
     d_final = or_zeros(dh_final, h0), or_zeros(du_final, u0)
-    grads = _gka_bwd(do, *d_final, *tensors, x, cu_seqlens, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size)
-    return *grads, None, None, None, None, None
+    grads = _gka_bwd(do, *d_final, *tensors, x, cu_seqlens, *ctx.options)
+    return *grads, *[None] * 5
 
 
 _gka_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::gka_step", mutates_args=("h", "u"))
-def _gka_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    h: Tensor,
-    u: Tensor,
-    state_indices: Tensor | None,
-    phases: list[int],
-    ridge: float,
-    scale: float,
-) -> Tensor:
-    if library := _native(h, q, k, v, log_decay, alpha, beta, u):
-        inputs = q, k, v, log_decay, alpha, beta
-        return gka_step_native(library, inputs, (h, u), state_indices, (phases, ridge, scale))
-    if use_triton(q, "gka", 1):  # a step takes little shared memory at every size
+@flat(*STEP)
+def _gka_step(inputs: Inputs, states: States, pages: Pages, solver: Solver) -> Tensor:
+    if library := _native(states, *inputs):
+        return gka_step_native(library, inputs, states, pages.state_indices, solver)
+    if use_triton(inputs.q, "gka", 1):  # a step takes little shared memory at every size
         from .launch import gka_step_triton as step
     else:
         step = gka_step_torch
-    return step(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
+    return step(*inputs, *states, *pages, *solver)
 
 
 @_gka_step.register_fake
-def _(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale):
+def _(q, k, v, *rest):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 

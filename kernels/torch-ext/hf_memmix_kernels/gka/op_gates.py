@@ -4,30 +4,22 @@ import torch
 from torch import Tensor
 
 from .._dispatch import native_library, use_triton
+from .._groups import flat
 from .._registration import all_plain, needs_op, op_is_faster
+from .arguments import Gates
 from .gates import MAX_NATIVE_WORK, MAX_ROWS, gates_torch
 from .native_path import gates_of_token_native
 
 
 @torch.library.custom_op("hf_memmix::gka_gates", mutates_args=())
-def _gates_op(
-    x: Tensor,
-    w_decay: Tensor,
-    w_beta: Tensor,
-    w_alpha: Tensor,
-    b_decay: Tensor | None,
-    b_beta: Tensor | None,
-    b_alpha: Tensor | None,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    beta_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    path = _gates_triton if use_triton(x, "gka", 1) else gates_torch
-    return path(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps)
+@flat(Gates)
+def _gates_op(gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
+    path = _gates_triton if use_triton(gates.x, "gka", 1) else gates_torch
+    return path(*gates)
 
 
 @_gates_op.register_fake
-def _(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps):
+def _(x, w_decay, *rest):
     shape = (x.shape[0], 1, w_decay.shape[0])
     return tuple(x.new_empty(shape, dtype=torch.float32) for _ in range(3))
 
@@ -72,14 +64,14 @@ def gates_of_token(
     for t in (x, *weights, *biases):  # a loop takes half the time of any()
         if t is not None and (t.dtype != dtype or not t.is_contiguous()):
             return None
-    arguments = (*weights, *biases, dt_bias, A_log, beta_eps)
+    gates = Gates(x, *weights, *biases, dt_bias, A_log, beta_eps)
     if through_op:
-        return _gates_op(x, *arguments) if x.shape[0] <= MAX_ROWS else None
+        return _gates_op(*gates) if x.shape[0] <= MAX_ROWS else None
     if 3 * x.shape[0] * weights[0].numel() <= MAX_NATIVE_WORK and (library := native_library("gka", *tensors)):
-        return gates_of_token_native(library, x, weights, biases, dt_bias, A_log, beta_eps)
+        return gates_of_token_native(library, gates)
     if x.shape[0] > MAX_ROWS or not use_triton(x, "gka", 1) or torch._C._are_functorch_transforms_active():
         return None
-    return _gates_triton(x, *arguments)
+    return _gates_triton(*gates)
 
 
 def gates_of_products(

@@ -14,7 +14,9 @@ import functools
 import torch
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import BACKWARD, FORWARD, STEP, Chunks, Inputs, Packing, Pages, Solver, States
 from .schedule import gradient_phases, richardson_steps
 
 
@@ -74,10 +76,15 @@ class _Chunks:
 class _Rows:
     """Moves inputs into chunks, repeating grouped keys head-wise, and gradients back."""
 
-    def __init__(self, q, k, chunk_size, cu_seqlens):
+    def __init__(self, inputs: Inputs, chunk_size: int, cu_seqlens: torch.Tensor | None):
+        q, k = inputs[:2]
         self.layout = SequenceLayout(q.shape[0], q.shape[1], chunk_size, cu_seqlens)
         self.groups = q.shape[2] // k.shape[2]
         self.dtype = compute_dtype(q.dtype)
+
+    def chunks(self, inputs: Inputs, states: States, ridge: float) -> _Chunks:
+        k, v = self.split_grouped(inputs.k), self.split_grouped(inputs.v)
+        return _Chunks(k, v, self.split(inputs.log_decay), self.split(inputs.beta), *states, ridge)
 
     def split(self, x):
         x = self.layout.split(x.to(self.dtype))
@@ -94,43 +101,26 @@ class _Rows:
 
 
 @without_autocast
-def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
+@flat(*FORWARD)
+def gka_forward(inputs: Inputs, states: States, packing: Packing, solver: Solver, chunks: Chunks):
     """(o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in the compute dtype, final H, final U)."""
-    rows = _Rows(q, k, chunk_size, cu_seqlens)
-    chunks = _Chunks(
-        rows.split_grouped(k), rows.split_grouped(v), rows.split(log_decay), rows.split(beta), h0, u0, ridge
-    )
-    queries, mix = rows.split(q), rows.split(alpha)[..., None]
-    x = chunks.solve(queries, phases)
-    o = scale * chunks.read(queries + mix * (x - queries))
-    return rows.merge(o).to(q.dtype), rows.merge(x), chunks.h_final, chunks.u_final
+    rows = _Rows(inputs, chunks.chunk_size, packing.cu_seqlens)
+    c = rows.chunks(inputs, states, solver.ridge)
+    queries, mix = rows.split(inputs.q), rows.split(inputs.alpha)[..., None]
+    x = c.solve(queries, solver.phases)
+    o = solver.scale * c.read(queries + mix * (x - queries))
+    return rows.merge(o).to(inputs.q.dtype), rows.merge(x), c.h_final, c.u_final
 
 
 @without_autocast
-def gka_backward(
-    do,
-    dh_final,
-    du_final,
-    q,
-    k,
-    v,
-    log_decay,
-    alpha,
-    beta,
-    h0,
-    u0,
-    x,
-    cu_seqlens,
-    phases,
-    ridge,
-    scale,
-    chunk_size,
-):
+@flat(*BACKWARD)
+def gka_backward(upstream, inputs, states, kept, packing, solver, chunks):
     """Gradients (dq, dk, dv, dlog_decay, dalpha, dbeta, dh0, du0); dh0 is symmetric, as H is."""
-    rows = _Rows(q, k, chunk_size, cu_seqlens)
-    g, b, mix = rows.split(log_decay), rows.split(beta), rows.split(alpha)[..., None]
-    c = _Chunks(rows.split_grouped(k), rows.split_grouped(v), g, b, h0, u0, ridge)
-    queries, x, dy = rows.split(q), rows.split(x), scale * rows.split(do)
+    (phases, ridge, scale), (do, dh_final, du_final) = solver, upstream
+    rows = _Rows(inputs, chunks.chunk_size, packing.cu_seqlens)
+    c = rows.chunks(inputs, states, ridge)
+    b, mix = rows.split(inputs.beta), rows.split(inputs.alpha)[..., None]
+    queries, x, dy = rows.split(inputs.q), rows.split(kept.x), scale * rows.split(do)
     mixed = queries + mix * (x - queries)
 
     d_mixed = c.read_adjoint(dy)
@@ -180,7 +170,7 @@ def gka_backward(
 
     merged = (rows.merge(dq), rows.merge_grouped(dk), rows.merge_grouped(dv))
     gates = (rows.merge(dg), rows.merge(d_alpha), rows.merge(2 * b * dw))
-    return (*(d.to(t.dtype) for d, t in zip(merged, (q, k, v), strict=True)), *gates, -0.5 * E_0, R_0)
+    return (*(d.to(t.dtype) for d, t in zip(merged, inputs[:3], strict=True)), *gates, -0.5 * E_0, R_0)
 
 
 @functools.cache
@@ -216,12 +206,14 @@ def _solve_token(h: torch.Tensor, q: torch.Tensor, phases: list[int], ridge: flo
 
 
 @without_autocast
-def gka_step_torch(q, k, v, log_decay, alpha, beta, h_pool, u_pool, state_indices, phases, ridge, scale):
+@flat(*STEP)
+def gka_step_torch(inputs: Inputs, pools: States, pages: Pages, solver: Solver):
     """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D].
 
     Returns o [B, 1, H, Dv] in q's dtype.
     """
-    h, u = read_pages(state_indices, h_pool, u_pool)
+    (q, k, v, log_decay, alpha, beta), (phases, ridge, scale) = inputs, solver
+    h, u = read_pages(pages.state_indices, *pools)
     groups = q.shape[2] // k.shape[2]
     queries, keys, values = (t[:, 0].to(h.dtype) for t in (q, k, v))
     if groups > 1:
@@ -230,7 +222,7 @@ def gka_step_torch(q, k, v, log_decay, alpha, beta, h_pool, u_pool, state_indice
     written = (beta[:, 0].to(h.dtype).square()[..., None] * keys)[..., None, :]
     h.mul_(decay).addcmul_(keys[..., :, None], written)
     u.mul_(decay).addcmul_(values[..., :, None], written)
-    write_pages(state_indices, (h_pool, u_pool), (h, u))
+    write_pages(pages.state_indices, pools, (h, u))
     x = _solve_token(h, queries, phases, ridge)
     mixed = queries + alpha[:, 0].to(h.dtype)[..., None] * (x - queries)
     return (scale * (mixed[..., None, :] @ u.mT)[..., 0, :]).to(q.dtype)[:, None]

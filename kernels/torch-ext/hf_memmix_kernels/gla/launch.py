@@ -7,8 +7,10 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import num_sequences
+from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
+from .arguments import Inputs, Token, Upstream
 from .kernels.backward import gla_bwd_kernel_dqkg, gla_bwd_kernel_dv
 from .kernels.forward import gla_cumsum_kernel, gla_fwd_kernel, gla_scan_kernel
 from .kernels.step import gla_step_kernel
@@ -35,16 +37,8 @@ class _Launch:
     Chunks and sequences are on the first dimension of a grid, because the other dimensions are limited to 65535.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ):
+    def __init__(self, a: Inputs):
+        q, k, v, log_decay, beta, _, _, cu_seqlens, _, chunk_size = a
         (B, T, H), K, V = log_decay.shape, q.shape[3], v.shape[3]
         rows, N = B * T, num_sequences(B, cu_seqlens)
         self.chunk_size = chunk_size
@@ -98,51 +92,29 @@ class _Launch:
 
 
 @taped
-def gla_fwd_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+@flat(Inputs)
+def gla_fwd_triton(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
-    launch = _Launch(q, k, v, log_decay, beta, cu_seqlens, chunk_size)
-    states, final = launch.states(initial_state)
-    o = q.new_empty(*log_decay.shape, launch.V)
-    tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 1)
-    skip = None if skip is None else skip.contiguous()
+    launch = _Launch(a)
+    states, final = launch.states(a.initial_state)
+    o = a.q.new_empty(*a.log_decay.shape, launch.V)
+    tiles = _tiles(a.q, a.chunk_size, launch.K, launch.V, 64, 128, 1)
+    skip = None if a.skip is None else a.skip.contiguous()
     gla_fwd_kernel[(cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.H)](
-        (launch.q, launch.k, launch.v, launch.G, launch.beta, skip), states, o, launch.layout, scale, launch.sizes,
+        (launch.q, launch.k, launch.v, launch.G, launch.beta, skip), states, o, launch.layout, a.scale, launch.sizes,
         launch.strides, **launch.shared, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     return o, final
 
 
 @taped
-def gla_bwd_triton(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+@flat(Upstream, Inputs)
+def gla_bwd_triton(upstream: Upstream, a: Inputs) -> tuple[Tensor | None, ...]:
     """Returns dq, dk, dv, dlog_decay, dbeta, dskip and the gradient of the initial states."""
-    do = do.contiguous()
-    launch = _Launch(q, k, v, log_decay, beta, cu_seqlens, chunk_size)
+    q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size = a
+    do, launch = upstream.do.contiguous(), _Launch(a)
     states, _ = launch.states(initial_state)
-    dstates, dinitial = launch.state_gradients(do, dfinal, scale)
+    dstates, dinitial = launch.state_gradients(do, upstream.dfinal, scale)
     inputs = launch.q, launch.k, launch.v, launch.G, launch.beta
     shared = launch.shared
     # at least 64 columns: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Traps")
@@ -185,18 +157,10 @@ def _sum_of_parts(x: Tensor | None) -> Tensor | None:
 
 
 @taped
-def gla_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
+@flat(Token)
+def gla_step_triton(token: Token) -> Tensor:
     """One launch that reads one token [B, 1, heads, D] and updates `state` [B, H, K, V], or its pages, in place."""
+    q, k, v, log_decay, beta, skip, state, state_indices, scale = token
     (B, _, H), K, V = log_decay.shape, q.shape[3], v.shape[3]
     o = q.new_empty(B, 1, H, V)
     BK, BV = next_power_of_2(K), min(32, next_power_of_2(V))

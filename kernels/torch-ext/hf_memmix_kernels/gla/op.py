@@ -5,8 +5,10 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
+from .._groups import flat
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
+from .arguments import Inputs, Token, Upstream
 from .native_path import gla_step_native
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
@@ -14,55 +16,33 @@ CHUNK_SIZES = (16, 32, 64, 128)
 
 
 @chunk_op("hf_memmix::gla_fwd")
-def _fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    fwd = module(".launch", __package__).gla_fwd_triton if use_triton(q, "gla") else gla_fwd_torch
-    return fwd(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size)
+@flat(Inputs)
+def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
+    fwd = module(".launch", __package__).gla_fwd_triton if use_triton(a.q, "gla") else gla_fwd_torch
+    return fwd(*a)
 
 
 @_fwd.register_fake
-def _(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size):
-    return q.new_empty(*log_decay.shape, v.shape[-1]), initial_state.new_empty(initial_state.shape)
+@flat(Inputs)
+def _(a):
+    return a.q.new_empty(*a.log_decay.shape, a.v.shape[-1]), a.initial_state.new_empty(a.initial_state.shape)
 
 
 @chunk_op("hf_memmix::gla_bwd")
-def _bwd(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    bwd = module(".launch", __package__).gla_bwd_triton if use_triton(q, "gla") else gla_bwd_torch
-    *grads, dbeta, dskip, dinitial = bwd(
-        do, dfinal, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size
-    )
+@flat(Upstream, Inputs)
+def _bwd(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bwd = module(".launch", __package__).gla_bwd_triton if use_triton(a.q, "gla") else gla_bwd_torch
+    *grads, dbeta, dskip, dinitial = bwd(*upstream, *a)
     # results of a registered op are tensors
-    dbeta, dskip = (log_decay.new_empty(0) if t is None else t for t in (dbeta, dskip))
+    dbeta, dskip = (a.log_decay.new_empty(0) if t is None else t for t in (dbeta, dskip))
     return *grads, dbeta, dskip, dinitial
 
 
 @_bwd.register_fake
-def _(do, dfinal, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size):
-    dbeta, dskip = (log_decay.new_empty((0,) if t is None else t.shape) for t in (beta, skip))
-    dq, dk, dv, dg, dinitial = (t.new_empty(t.shape) for t in (q, k, v, log_decay, initial_state))
+@flat(Upstream, Inputs)
+def _(upstream, a):
+    dbeta, dskip = (a.log_decay.new_empty((0,) if t is None else t.shape) for t in (a.beta, a.skip))
+    dq, dk, dv, dg, dinitial = (t.new_empty(t.shape) for t in (a.q, a.k, a.v, a.log_decay, a.initial_state))
     return dq, dk, dv, dg, dbeta, dskip, dinitial
 
 
@@ -85,28 +65,19 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::gla_step", mutates_args=("state",))
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
-    if state.dtype == torch.float32 and (library := native_library("gla", q, k, v, log_decay, beta, skip, state)):
-        return gla_step_native(library, q, k, v, log_decay, beta, skip, state, state_indices, scale)
-    if use_triton(q, "gla"):
+@flat(Token)
+def _step(token: Token) -> Tensor:
+    if token.state.dtype == torch.float32 and (library := native_library("gla", *token[:7])):
+        return gla_step_native(library, token)
+    if use_triton(token.q, "gla"):
         from .launch import gla_step_triton as step
     else:
         step = gla_step_torch
-    return step(q, k, v, log_decay, beta, skip, state, state_indices, scale)
+    return step(*token)
 
 
 @_step.register_fake
-def _(q, k, v, log_decay, beta, skip, state, state_indices, scale):
+def _(q, k, v, log_decay, *rest):
     return q.new_empty(*log_decay.shape, v.shape[-1])
 
 

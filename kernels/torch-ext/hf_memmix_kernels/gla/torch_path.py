@@ -10,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import Inputs, Token, Upstream
 
 
 class _Chunks:
     """The layout of one call, its inputs in chunks, decays, and the state before every chunk."""
 
-    def __init__(self, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, chunk_size):
+    def __init__(self, a: Inputs):
+        q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, _, chunk_size = a
         self.layout = SequenceLayout(q.shape[0], q.shape[1], chunk_size, cu_seqlens)
         self.dtype = compute_dtype(q.dtype)
         self.kv_heads = k.shape[2]
@@ -43,45 +46,23 @@ class _Chunks:
 
 
 @without_autocast
-def gla_fwd_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+@flat(Inputs)
+def gla_fwd_torch(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
-    c = _Chunks(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, chunk_size)
-    o = scale * (c.from_start * (c.q @ c.states) + ((c.q @ c.k.mT) * c.D) @ c.w)
-    o = o if skip is None else o + c.skip * c.v
-    return c.merge(o).to(q.dtype), c.final.flatten(1, 2)
+    c = _Chunks(a)
+    o = a.scale * (c.from_start * (c.q @ c.states) + ((c.q @ c.k.mT) * c.D) @ c.w)
+    o = o if a.skip is None else o + c.skip * c.v
+    return c.merge(o).to(a.q.dtype), c.final.flatten(1, 2)
 
 
 @without_autocast
-def gla_bwd_torch(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+@flat(Upstream, Inputs)
+def gla_bwd_torch(upstream: Upstream, a: Inputs) -> tuple[Tensor | None, ...]:
     """Returns dq, dk, dv, dlog_decay, dbeta, dskip and the gradient of the initial states."""
-    c = _Chunks(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, chunk_size)
+    c, (do, dfinal) = _Chunks(a), upstream
     do = c.split(do)
-    dskip = None if skip is None else (do * c.v).sum((0, 3, 4, 5)).flatten()
-    do, do_skip = scale * do, None if skip is None else c.skip * do
+    dskip = None if a.skip is None else (do * c.v).sum((0, 3, 4, 5)).flatten()
+    do, do_skip = a.scale * do, None if a.skip is None else c.skip * do
     dstate = dfinal.to(c.dtype).unflatten(1, (c.kv_heads, -1))
     # gradients of the state after each chunk, and of the initial one
     dstates, dinitial = scan_chunks((c.from_start * c.q).mT @ do, c.decay, dstate, reverse=True)
@@ -93,10 +74,10 @@ def gla_bwd_torch(
     dk = dscores.mT @ c.q + dk_end
     dw = scores.mT @ do + c.to_end * (c.k @ dstates)
     dv, dbeta = dw, None
-    if beta is not None:
-        dbeta = c.merge((dw * c.v).sum(-1, keepdim=True))[..., 0].to(beta.dtype)
+    if a.beta is not None:
+        dbeta = c.merge((dw * c.v).sum(-1, keepdim=True))[..., 0].to(a.beta.dtype)
         dv = c.beta * dw
-    dv = dv if skip is None else dv + do_skip
+    dv = dv if a.skip is None else dv + do_skip
     # g_t decays what i >= t read of the state before the chunk, what j < t leave in the state after it, what i >= t
     # read of j < t, and the state that passes through: four sums inside the chunk, none of which cancel
     pairs = (c.q @ c.k.mT) * dscores
@@ -111,23 +92,15 @@ def gla_bwd_torch(
         c.merge(t if t.shape[2] == x.shape[2] else t.sum(2, keepdim=True)).to(x.dtype)
         for t, x in ((dq, c.q), (dk, c.k), (dv, c.v))
     )
-    dg = c.merge(dg[..., None])[..., 0].to(log_decay.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dbeta, dskip, dinitial.flatten(1, 2)
+    dg = c.merge(dg[..., None])[..., 0].to(a.log_decay.dtype)
+    return dq.to(a.q.dtype), dk.to(a.k.dtype), dv.to(a.v.dtype), dg, dbeta, dskip, dinitial.flatten(1, 2)
 
 
 @without_autocast
-def gla_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    pool: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
+@flat(Token)
+def gla_step_torch(token: Token) -> Tensor:
     """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages in `pool`, in place."""
+    q, k, v, log_decay, beta, skip, pool, state_indices, scale = token
     (state,) = read_pages(state_indices, pool)
     heads = state.shape[1]
     query, keys, values = (

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
 from .._device import has_ptx
+from .._groups import flat
 from .._launch import accumulator, cdiv, page_strides
 from .._tape import taped
+from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream
 from .kernels.sequential.backward import lattice_bwd_kernel
 from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
 from .kernels.sequential.dec_backward_windows import (
@@ -63,10 +65,13 @@ def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 @taped
-def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
+@flat(*FORWARD)
+def lattice_fwd_triton(inputs: Inputs, start: Start, rule: Rule, save: Save):
     """o, the final state [N, H, d, m] and, in one buffer, the tensors for backward (`kept_sizes`)."""
+    q, k, v, gamma, log_decay = inputs
+    (initial_state, cu_seqlens), (save,) = start, save
     N, H, _, _ = initial_state.shape
-    sizes, rule = _sizes(initial_state, LANES_FWD), (variant, project, l1)
+    sizes = _sizes(initial_state, LANES_FWD)
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     start = _to_tiles(initial_state, sizes)
@@ -76,18 +81,20 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     if keeps_h(*rule):
         h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))[1:] if save else (start, start)
     lattice_fwd_kernel[(N * H,)](
-        (q, k, v, gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1], float(l1),
-        H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
-        CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
+        (q, k, v, gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1], rule.l1,
+        H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes),
+        VARIANT=rule.variant, PROJECT=rule.project, L1=rule.l1 > 0, CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
     return o, _from_tiles(final, initial_state), kept
 
 
 @taped
-def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
+@flat(*BACKWARD)
+def lattice_bwd_triton(upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
+    (do, dfinal), (q, k, v, gamma, log_decay) = upstream, inputs
+    (initial_state, cu_seqlens), (kept,) = start, kept
     do, q, k, gamma = (x.contiguous() for x in (do, q, k, gamma))
-    rule = (variant, project, l1)
     if keeps_h(*rule):
         notes = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
         return _read_bwd(do, dfinal, q, k, v, gamma, *notes, cu_seqlens)
@@ -103,8 +110,8 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
     notes = end.new_empty(N * H, CHECKPOINT, note)
     lattice_bwd_kernel[(N * H,)](
         (do, end), (q, k, v, gamma, log_decay), kept, (dq, dk, dv, *shares, dstart), (states, notes), cu_seqlens,
-        v.shape[1], float(l1),
-        H=H, **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0,
+        v.shape[1], rule.l1,
+        H=H, **sizes, VARIANT=rule.variant, PROJECT=rule.project, L1=rule.l1 > 0,
         CHECKPOINT=CHECKPOINT, BLOCK=BLOCK, AHEAD=tile <= 4096, num_warps=_warps(WARPS_BWD, initial_state),
     )  # fmt: skip
     gates = (
@@ -167,15 +174,17 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
 
 
 @taped
-def lattice_step_triton(q, k, v, gamma, log_decay, state, state_indices, variant, project, l1):
+@flat(*STEP)
+def lattice_step_triton(inputs: Inputs, pages: Pages, rule: Rule):
     """Update the state [B, H, d, m], or its pages, in place by one token; returns o [B, 1, H, d] in v's dtype."""
+    (q, k, v, gamma, log_decay), (state, state_indices) = inputs, pages
     sizes = _sizes(state, LANES_FWD)
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     o = torch.empty_like(v)
     heads = v.shape[2]
     lattice_step_kernel[(v.shape[0] * heads,)](
-        q, k, v, gamma, log_decay, state, state_indices, *page_strides(state_indices, state), o, float(l1), heads,
-        **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0, num_warps=_warps(WARPS_FWD, state),
+        q, k, v, gamma, log_decay, state, state_indices, *page_strides(state_indices, state), o, rule.l1, heads,
+        **sizes, VARIANT=rule.variant, PROJECT=rule.project, L1=rule.l1 > 0, num_warps=_warps(WARPS_FWD, state),
     )  # fmt: skip
     return o

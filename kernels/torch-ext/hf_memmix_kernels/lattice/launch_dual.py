@@ -6,8 +6,10 @@ from torch import Tensor
 from .._chunks import checkpoint_slots, chunk_table
 from .._common import compute_dtype
 from .._device import has_ptx
+from .._groups import flat
 from .._launch import accumulator, cdiv
 from .._tape import taped
+from .arguments import BACKWARD, FORWARD, Inputs, Kept, Rule, Save, Start, Upstream
 from .kernels.dual.walk import lattice_gram_kernel, lattice_walk_kernel
 from .kernels.dual.walk_back import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
 from .kernels.dual.walk_back_by_token import lattice_careful_adjoint_kernel
@@ -95,10 +97,13 @@ class _Launch:
 
 
 @taped
-def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
+@flat(*FORWARD)
+def dual_fwd_triton(inputs: Inputs, start: Start, rule: Rule, save: Save):
     """o, the final state [N, H, d, m], and one buffer with the tensors for backward."""
+    q, k, v, gamma, log_decay = inputs
+    (initial_state, cu_seqlens), (save,) = start, save
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
-    launch = _Launch(v, initial_state, cu_seqlens, variant)
+    launch = _Launch(v, initial_state, cu_seqlens, rule.variant)
     start = launch.rows(initial_state)
     kept = start.new_empty(sum(launch.sizes))
     states, final, p = kept.split(launch.sizes)
@@ -112,12 +117,14 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
 
 
 @taped
-def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
+@flat(*BACKWARD)
+def dual_bwd_triton(upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule):
     """Gradients of q, k, v, gamma, log_decay and the initial state. That of log_decay is None: gamma contains the
     decay.
     """
-    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
-    launch = _Launch(v, initial_state, cu_seqlens, variant)
+    (initial_state, cu_seqlens), (kept,), dfinal = start, kept, upstream.dfinal
+    do, q, k, v, gamma = (x.contiguous() for x in (upstream.do, *inputs[:4]))
+    launch = _Launch(v, initial_state, cu_seqlens, rule.variant)
     states, final, p = kept.split(launch.sizes)
     hh, steps, gram = launch.products_back(do, v, gamma)
     dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._native import INTEGER, POINTER, address, changed, dense, function, over_rows, pages_of, starts_of
+from .arguments import Inputs, Pages, Start, Upstream
 from .sizes import CHECKPOINT
 
 VARIANTS = ("dec", "enc", "sim")  # in the order of native.cpp
@@ -21,11 +22,10 @@ def runs_native(log_decay: Tensor | None, variant: str, project: bool, l1: float
     return log_decay is None and variant in VARIANTS and project and not l1
 
 
-def _advance(library, q, k, v, gamma, state, pages, stride, kept, starts, variant) -> Tensor:
+def _advance(library, inputs: Inputs, state: Tensor, pages, stride: int, kept, starts, variant: str) -> Tensor:
     """y of all tokens; `state`, contiguous or pages, is advanced in place."""
-    _, _, heads, m = q.shape
-    d = v.shape[-1]
-    q, k, v, gamma = (dense(t) for t in (q, k, v, gamma))
+    q, k, v, gamma = (dense(t) for t in inputs[:4])
+    (_, _, heads, m), d = q.shape, v.shape[-1]
     # zeros for packed tokens that belong to no sequence
     y, rows = torch.zeros_like(v), (starts.numel() - 1) * heads
     call = function(library, "lattice_tokens", TOKENS)
@@ -42,18 +42,20 @@ def _advance(library, q, k, v, gamma, state, pages, stride, kept, starts, varian
     return y
 
 
-def lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save):
+def lattice_fwd_native(library: ctypes.CDLL, inputs: Inputs, start: Start, variant: str, save: bool):
     """o, the final state [N, H, d, m] and the states before every 64th token [windows, N H, m, d]."""
+    (q, _, v, *_), (initial_state, cu_seqlens) = inputs, start
     state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     starts, (sequences, heads, d, m) = starts_of(*q.shape[:2], cu_seqlens), state.shape
     longest = int(starts.diff().max()) if sequences else 0
     kept = state.new_zeros(-(-longest // CHECKPOINT) if save else 0, sequences * heads, m, d)
-    y = _advance(library, q, k, v, gamma, state, None, heads * d * m, kept if save else None, starts, variant)
+    y = _advance(library, inputs, state, None, heads * d * m, kept if save else None, starts, variant)
     return y.to(v.dtype), state, kept
 
 
-def lattice_bwd_native(library: ctypes.CDLL, do, dfinal, q, k, v, gamma, kept, cu_seqlens, variant):
+def lattice_bwd_native(library: ctypes.CDLL, upstream: Upstream, inputs: Inputs, kept: Tensor, cu_seqlens, variant):
     """Gradients of q, k, v, gamma and the initial state."""
+    (do, dfinal), (q, k, v, gamma, _) = upstream, inputs
     dstate = dfinal.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     likes, starts = (q, k, v, gamma), starts_of(*q.shape[:2], cu_seqlens)
     q, k, v, gamma, do = (dense(t) for t in (*likes, do))
@@ -70,9 +72,10 @@ def lattice_bwd_native(library: ctypes.CDLL, do, dfinal, q, k, v, gamma, kept, c
     return *(grad.to(like.dtype) for grad, like in zip(grads, likes, strict=True)), dstate
 
 
-def lattice_step_native(library: ctypes.CDLL, q, k, v, gamma, state, state_indices, variant) -> Tensor:
+def lattice_step_native(library: ctypes.CDLL, inputs: Inputs, pages: Pages, variant: str) -> Tensor:
     """Update the state [B, H, d, m], or its pages, in place by one token; returns o [B, 1, H, d]."""
-    pages, starts = pages_of(state_indices, len(state)), starts_of(q.shape[0], 1, None)
-    y = _advance(library, q, k, v, gamma, state, pages, state.stride(0), None, starts, variant)
+    state, state_indices = pages
+    pages, starts = pages_of(state_indices, len(state)), starts_of(inputs.q.shape[0], 1, None)
+    y = _advance(library, inputs, state, pages, state.stride(0), None, starts, variant)
     changed(state)
-    return y.to(v.dtype)
+    return y.to(inputs.v.dtype)

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, compute_dtype, dense, exact, num_sequences
 from .._dispatch import native_library, use_triton
+from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, saves_for_backward, step_op
+from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream
 from .naive import BASELINES, VARIANTS
 from .native_path import lattice_bwd_native, lattice_fwd_native, lattice_step_native, runs_native
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
@@ -30,105 +32,75 @@ def _path(x: Tensor, dual: bool = False):
     return lattice_fwd_triton, lattice_bwd_triton, lattice_step_triton
 
 
-def _native(tensors: tuple[Tensor, ...], log_decay: Tensor | None, variant: str, project: bool, l1: float):
-    """The native code, if it should run this rule on these tensors, v first and the state last; else None."""
-    if tensors[-1].dtype != torch.float32 or not runs_native(log_decay, variant, project, l1):
+def _native(inputs: Inputs, rule: Rule, *tensors: Tensor):
+    """The native code, if it should run this rule on these tensors, the state last; else None."""
+    if tensors[-1].dtype != torch.float32 or not runs_native(inputs.log_decay, *rule):
         return None
-    return native_library("lattice", *tensors)
+    return native_library("lattice", inputs.v, *inputs, *tensors)
 
 
-def _kept_shape(
-    v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float], dual: bool, save: bool
-) -> tuple[int, ...]:
+def _kept_shape(v: Tensor, start: Start, rule: Rule, save: bool) -> tuple[int, ...]:
     """Shape of the buffer that forward keeps for backward. Each path has its own layout."""
-    N, H, d, m = state.shape
+    (N, H, d, m), cu_seqlens = start.initial_state.shape, start.cu_seqlens
     if use_triton(v, "lattice"):
-        size = sum(dual_sizes(v, state, cu_seqlens) if dual else kept_sizes(v, state, cu_seqlens, rule))
+        size = sum(dual_sizes(v, *start) if runs_dual(*rule) else kept_sizes(v, *start, rule))
         return (size if save else 0,)
     # the longest packed sequence is not known without a device read, so backward runs forward again
     return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)
 
 
 @chunk_op("hf_memmix::lattice_fwd")
-def _fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    variant: str,
-    project: bool,
-    l1: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    save = save and (use_triton(v, "lattice") or cu_seqlens is None)
-    if library := _native((v, q, k, gamma, initial_state), log_decay, variant, project, l1):
-        return lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save)
-    forward = _path(v, runs_dual(variant, project, l1))[0]
-    outputs = forward(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
+@flat(*FORWARD)
+def _fwd(inputs: Inputs, start: Start, rule: Rule, save: Save) -> tuple[Tensor, Tensor, Tensor]:
+    saves = save.save and (use_triton(inputs.v, "lattice") or start.cu_seqlens is None)
+    if library := _native(inputs, rule, start.initial_state):
+        return lattice_fwd_native(library, inputs, start, rule.variant, saves)
+    outputs = _path(inputs.v, runs_dual(*rule))[0](*inputs, *start, *rule, saves)
     return tuple(t.contiguous() for t in outputs)
 
 
 @_fwd.register_fake
-def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
-    rule = variant, project, l1
-    return (
-        v.new_empty(v.shape),
-        initial_state.new_empty(initial_state.shape),
-        initial_state.new_empty(_kept_shape(v, initial_state, cu_seqlens, rule, runs_dual(*rule), save)),
-    )
+@flat(*FORWARD)
+def _(inputs, start, rule, save):
+    v, state = inputs.v, start.initial_state
+    return v.new_empty(v.shape), state.new_empty(state.shape), state.new_empty(_kept_shape(v, start, rule, save.save))
 
 
 @chunk_op("hf_memmix::lattice_bwd")
-def _bwd(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor,
-    kept: Tensor,
-    cu_seqlens: Tensor | None,
-    variant: str,
-    project: bool,
-    l1: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs, rule = (q, k, v, gamma, log_decay, initial_state), (variant, project, l1)
-    if library := _native((v, q, k, gamma, do, dfinal, initial_state), log_decay, *rule):
-        if not kept.numel():
-            kept = lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, True)[2]
-        grads = lattice_bwd_native(library, do, dfinal, q, k, v, gamma, kept, cu_seqlens, variant)
+@flat(*BACKWARD)
+def _bwd(upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule) -> tensors(6):
+    v, notes = inputs.v, kept.kept
+    if library := _native(inputs, rule, *upstream, start.initial_state):
+        if not notes.numel():
+            notes = lattice_fwd_native(library, inputs, start, rule.variant, True)[2]
+        grads = lattice_bwd_native(library, upstream, inputs, notes, start.cu_seqlens, rule.variant)
         return *grads[:4], v.new_empty(0), grads[4]
     forward, backward, _ = _path(v, runs_dual(*rule))
-    if not kept.numel():
-        kept = forward(*inputs, cu_seqlens, *rule, True)[2]
-    *grads, dinitial = backward(do, dfinal, *inputs, kept, cu_seqlens, *rule)
+    if not notes.numel():
+        notes = forward(*inputs, *start, *rule, True)[2]
+    *grads, dinitial = backward(*upstream, *inputs, *start, notes, *rule)
     grads = (v.new_empty(0) if x is None else x.contiguous() for x in grads)
     return *grads, dinitial.contiguous()
 
 
 @_bwd.register_fake
-def _(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, *rule):
-    grads = [v.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, gamma, log_decay)]
-    return *grads, initial_state.new_empty(initial_state.shape)
+@flat(*BACKWARD)
+def _(upstream, inputs, start, *rest):
+    grads = [inputs.v.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+    return *grads, start.initial_state.new_empty(start.initial_state.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.variant, ctx.project, ctx.l1, _ = inputs
+    tensors, ctx.rule = inputs[:7], inputs[7:10]
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dfinal, _):
-    *inputs, cu_seqlens, kept = ctx.saved_tensors
-    rule = (ctx.variant, ctx.project, ctx.l1)
+    inputs = ctx.saved_tensors
     do, dfinal = or_zeros(do, inputs[2]), or_zeros(dfinal, inputs[5])
-    dq, dk, dv, dgamma, dlog, dinitial = _bwd(do, dfinal, *inputs, kept, cu_seqlens, *rule)
+    dq, dk, dv, dgamma, dlog, dinitial = _bwd(do, dfinal, *inputs, *ctx.rule)
     return dq, dk, dv, dgamma, None if inputs[4] is None else dlog, dinitial, *[None] * 5
 
 
@@ -136,30 +108,21 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::lattice_step", mutates_args=("state",))
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    variant: str,
-    project: bool,
-    l1: float,
-) -> Tensor:
-    if library := _native((v, q, k, gamma, state), log_decay, variant, project, l1):
-        return lattice_step_native(library, q, k, v, gamma, state, state_indices, variant)
-    return _path(v)[2](q, k, v, gamma, log_decay, state, state_indices, variant, project, l1)
+@flat(*STEP)
+def _step(inputs: Inputs, pages: Pages, rule: Rule) -> Tensor:
+    if library := _native(inputs, rule, pages.state):
+        return lattice_step_native(library, inputs, pages, rule.variant)
+    return _path(inputs.v)[2](*inputs, *pages, *rule)
 
 
 @_step.register_fake
-def _(q, k, v, gamma, log_decay, state, state_indices, variant, project, l1):
+def _(q, k, v, *rest):
     return v.new_empty(v.shape)
 
 
-def _check(q, k, v, gamma, log_decay, state, cu_seqlens, variant, project, l1) -> None:
+def _check(inputs: Inputs, rule: Rule, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> None:
     """Raise ValueError unless the arguments fit together. Only `check_lattice` checks values."""
+    (q, k, v, gamma, log_decay), (variant, project, l1) = inputs, rule
     if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
         raise ValueError(
             "lattice needs q and k [B, T, H, m], v [B, T, H, d], got"
@@ -269,7 +232,8 @@ def chunk_lattice(
     Raises:
         ValueError: shapes or options do not fit. Values are not checked, see `check_lattice`.
     """
-    _check(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1)
+    rule = Rule(variant, project, float(l1))
+    _check(Inputs(q, k, v, gamma, log_decay), rule, initial_state, cu_seqlens)
     dtype = compute_dtype(v.dtype)
     N, H, d, m = num_sequences(q.shape[0], cu_seqlens), q.shape[2], v.shape[-1], q.shape[-1]
     if initial_state is None:
@@ -281,7 +245,7 @@ def chunk_lattice(
     if project and log_decay is not None:
         gamma, log_decay = _fold(gamma, log_decay)
     save = saves_for_backward(q, k, v, gamma, log_decay, state)
-    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, dense(cu_seqlens), variant, project, float(l1), save)
+    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, dense(cu_seqlens), *rule, save)
     return o, final
 
 
@@ -312,11 +276,12 @@ def lattice_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    _check(q, k, v, gamma, log_decay, None, None, variant, project, l1)
+    rule = Rule(variant, project, float(l1))
+    _check(Inputs(q, k, v, gamma, log_decay), rule)
     if q.shape[1] != 1:
         raise ValueError(f"lattice_step advances by one token, got {q.shape[1]}; use chunk_lattice for several")
     (B, _, H, m), d = q.shape, v.shape[-1]
     check_step_states("lattice_step", (state,), ((B, H, d, m),), state_indices)
     if project and log_decay is not None:
         gamma, log_decay = _fold(gamma, log_decay)
-    return _step(q, k, v, gamma, log_decay, state, state_indices, variant, project, float(l1))
+    return _step(q, k, v, gamma, log_decay, state, state_indices, *rule)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype, without_autocast
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream
 from .naive import BASELINES
 from .sizes import CHECKPOINT
 
@@ -168,9 +170,12 @@ def _inputs(layout: SequenceLayout, dtype: torch.dtype, k, v, gamma, log_decay) 
 
 
 @without_autocast
-def lattice_fwd_torch(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
+@flat(*FORWARD)
+def lattice_fwd_torch(inputs: Inputs, start: Start, rule: Rule, save: Save):
     """o, the final state [N, H, d, m] and the states before every 64th token [windows, G, m, d]."""
-    dtype, rule = compute_dtype(q.dtype), (variant, project, l1)
+    q, k, v, gamma, log_decay = inputs
+    (initial_state, cu_seqlens), (save,) = start, save
+    dtype = compute_dtype(q.dtype)
     layout = SequenceLayout(q.shape[0], q.shape[1], 1, cu_seqlens)
     S = initial_state.to(dtype).flatten(0, 1).mT.contiguous()
     outputs, kept = [], []
@@ -185,9 +190,12 @@ def lattice_fwd_torch(q, k, v, gamma, log_decay, initial_state, cu_seqlens, vari
 
 
 @without_autocast
-def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
+@flat(*BACKWARD)
+def lattice_bwd_torch(upstream: Upstream, inputs: Inputs, start: Start, kept: Kept, rule: Rule):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
-    dtype, rule = compute_dtype(q.dtype), (variant, project, l1)
+    (do, dfinal), (q, k, v, gamma, log_decay) = upstream, inputs
+    (initial_state, cu_seqlens), (kept,) = start, kept
+    dtype = compute_dtype(q.dtype)
     layout = SequenceLayout(q.shape[0], q.shape[1], 1, cu_seqlens)
     inputs, reads = _inputs(layout, dtype, k, v, gamma, log_decay), _steps(layout, dtype, q, do)
     g = dfinal.to(dtype).flatten(0, 1).mT
@@ -210,14 +218,16 @@ def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept
 
 
 @without_autocast
-def lattice_step_torch(q, k, v, gamma, log_decay, pool, state_indices, variant, project, l1):
+@flat(*STEP)
+def lattice_step_torch(inputs: Inputs, pages: Pages, rule: Rule):
     """Update the state [B, H, d, m], or its pages in `pool`, in place by one token; returns o [B, 1, H, d]."""
+    (q, k, v, gamma, log_decay), (pool, state_indices) = inputs, pages
     (state,) = read_pages(state_indices, pool)
     # [B, 1, H, ...] as [G, ...]
     q_t, k_t, v_t = (x.to(state.dtype).flatten(0, 2) for x in (q, k, v))
     gamma = gamma.to(state.dtype).reshape(-1, 1)
     mu = torch.ones_like(gamma) if log_decay is None else log_decay.to(state.dtype).reshape(-1, 1).exp()
-    S = write(state.flatten(0, 1).mT.contiguous(), k_t, v_t, gamma, mu, variant, project, l1).next
+    S = write(state.flatten(0, 1).mT.contiguous(), k_t, v_t, gamma, mu, *rule).next
     state.copy_(S.mT.view_as(state))
     write_pages(state_indices, (pool,), (state,))
     return _sum(S, q_t).view(v.shape).to(v.dtype)

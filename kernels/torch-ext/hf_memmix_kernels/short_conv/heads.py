@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..rowwise.torch_path import unit_heads_torch
+from .arguments import Heads, Token
 from .torch_path import short_conv_step_torch
 
 MAX_HEAD = 1024  # head size of the kernel, which holds a head in registers
@@ -34,24 +35,10 @@ class Convolution(NamedTuple):
     head_dim: int
 
 
-class TokenHeads(NamedTuple):
-    """The arguments of `unit_heads_after_convolutions` as every path takes them; lists have one item a convolution."""
-
-    x: list[Tensor]
-    weights: list[Tensor]
-    states: list[Tensor]
-    head_dims: list[int]
-    cos: Tensor | None
-    sin: Tensor | None
-    eps: float
-    silu: bool
-    state_indices: Tensor | None
-
-
-def heads_torch(a: TokenHeads) -> Tensor:
+def heads_torch(a: Heads) -> Tensor:
     """The outputs of `unit_heads_after_convolutions`, one after the other in one flat tensor."""
     outputs = []
     for token, weight, state, dim in zip(a.x, a.weights, a.states, a.head_dims, strict=True):
-        y = short_conv_step_torch(token, weight, None, state, a.state_indices, a.silu, None)
+        y = short_conv_step_torch(*Token(token, weight, None, state, a.state_indices, a.silu, None))
         outputs.append(unit_heads_torch(y.unflatten(-1, (-1, dim)), a.cos, a.sin, a.eps) if dim else y)
     return torch.cat([y.flatten() for y in outputs])

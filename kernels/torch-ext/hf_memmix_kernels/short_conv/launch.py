@@ -5,8 +5,10 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
+from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
+from .arguments import Inputs, Token, Upstream
 from .kernels.backward import short_conv_bwd_kernel
 from .kernels.forward import short_conv_fwd_kernel
 from .kernels.step import short_conv_step_kernel
@@ -23,17 +25,10 @@ def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
 
 
 @taped
-def short_conv_fwd_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> tuple[Tensor, Tensor]:
+@flat(Inputs)
+def short_conv_fwd_triton(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, C] and the final states [N, C, K-1], both in x.dtype."""
+    x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit = a
     (x, stride), weight = by_rows(x), weight.contiguous()
     (_, T, C), K = x.shape, weight.shape[1]
     N = num_sequences(x.shape[0], cu_seqlens)
@@ -55,19 +50,10 @@ def short_conv_fwd_triton(
 
 
 @taped
-def short_conv_bwd_triton(
-    dy: Tensor,
-    dstate: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@flat(Upstream, Inputs)
+def short_conv_bwd_triton(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx, dweight, dbias [C] and the gradient of the initial states [N, C, K-1]."""
+    (dy, dstate), (x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit) = upstream, a
     dy, dstate, weight = dy.contiguous(), dstate.contiguous(), weight.contiguous()
     x, stride = by_rows(x)
     initial_state = None if initial_state is None else initial_state.contiguous()
@@ -92,16 +78,10 @@ def short_conv_bwd_triton(
 
 
 @taped
-def short_conv_step_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> Tensor:
+@flat(Token)
+def short_conv_step_triton(token: Token) -> Tensor:
     """One launch that reads one token [B, 1, C] and shifts `state` [B, C, K-1], or its pages, in place."""
+    x, weight, bias, state, state_indices, silu, limit = token
     (x, stride), weight = by_rows(x), weight.contiguous()
     B, _, C = x.shape
     K = weight.shape[1]

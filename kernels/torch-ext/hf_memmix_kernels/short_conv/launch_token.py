@@ -3,14 +3,14 @@
 from torch import Tensor
 
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
-from .heads import TokenHeads
+from .arguments import Heads
 from .kernels.heads import short_conv_heads_kernel
 
 BLOCK = 128  # channels of a program of a convolution without heads
 CHANNELS_OF_WARP = 128
 
 
-def heads_triton(arguments: TokenHeads) -> Tensor:
+def heads_triton(arguments: Heads) -> Tensor:
     """The outputs of `op.unit_heads_after_convolutions`, one after the other in one flat tensor."""
     x, weights, states, head_dims, cos, sin, eps, silu, state_indices = arguments
     batch, (_, taps), head_dim = x[0].shape[0], weights[0].shape, max(head_dims)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._native import INTEGER, POINTER, REAL, address, changed, function, pages_of
-from .heads import TokenHeads
+from .arguments import Heads, Token
 
 STEP = (*[POINTER] * 5, INTEGER, POINTER, *[INTEGER] * 4, REAL, INTEGER)
 HEADS = (*[POINTER] * 7, INTEGER, POINTER, POINTER, INTEGER, POINTER, *[INTEGER] * 3, REAL, INTEGER)
@@ -18,17 +18,9 @@ def runs_native_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tens
     return x.dtype == weight.dtype == state.dtype and (bias is None or bias.dtype == x.dtype)
 
 
-def short_conv_step_native(
-    library: ctypes.CDLL,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> Tensor:
+def short_conv_step_native(library: ctypes.CDLL, token: Token) -> Tensor:
     """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages, in place."""
+    x, weight, bias, state, state_indices, silu, limit = token
     x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     y, pages, (channels, taps) = torch.empty_like(x), pages_of(state_indices, len(state)), weight.shape
     target = state if pages is not None or state.is_contiguous() else state.contiguous()
@@ -43,7 +35,7 @@ def short_conv_step_native(
     return y
 
 
-def heads_native(library: ctypes.CDLL, arguments: TokenHeads) -> list[Tensor]:
+def heads_native(library: ctypes.CDLL, arguments: Heads) -> list[Tensor]:
     """The outputs [B, 1, C], see `op.unit_heads_after_convolutions`; the states are shifted in place."""
     x, weights, states, head_dims, cos, sin, eps, silu, state_indices = arguments
     if cos is not None:

@@ -1,110 +1,90 @@
 """The short_conv op: checks of the arguments, choice of the path, registration with torch.library."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, dense, num_sequences
 from .._dispatch import native_library, use_triton
+from .._groups import flat
 from .._pages import check_step_states
 from .._registration import all_plain, chunk_op, module, needs_op, op_is_faster, step_op
-from .heads import MAX_HEAD, Convolution, TokenHeads, heads_torch
+from .arguments import Heads, Inputs, Prompt, Token, Upstream
+from .heads import MAX_HEAD, Convolution, heads_torch
 from .native_path import heads_native, runs_native_step, short_conv_step_native
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
 MAX_TAPS = 16
 
+_empty_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+
 
 @chunk_op("hf_memmix::short_conv_fwd")
-def _fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> tuple[Tensor, Tensor]:
-    fwd = module(".launch", __package__).short_conv_fwd_triton if use_triton(x, "short_conv") else short_conv_fwd_torch
-    return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
+@flat(Inputs)
+def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
+    fwd = (
+        module(".launch", __package__).short_conv_fwd_triton if use_triton(a.x, "short_conv") else short_conv_fwd_torch
+    )
+    return fwd(*a)
 
 
 @_fwd.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit):
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
-        sequences, x.shape[2], weight.shape[1] - 1
-    )
+@flat(Inputs)
+def _(a):
+    sequences = a.x.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
+    return _empty_like(a.x), a.x.new_empty(sequences, a.x.shape[2], a.weight.shape[1] - 1)
 
 
 @chunk_op("hf_memmix::short_conv_bwd")
-def _bwd(
-    dy: Tensor,
-    dstate: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bwd = module(".launch", __package__).short_conv_bwd_triton if use_triton(x, "short_conv") else short_conv_bwd_torch
-    dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
-    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype), dinitial.to(x.dtype)
+@flat(Upstream, Inputs)
+def _bwd(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bwd = (
+        module(".launch", __package__).short_conv_bwd_triton if use_triton(a.x, "short_conv") else short_conv_bwd_torch
+    )
+    dx, dweight, dbias, dinitial = bwd(*upstream, *a)
+    of_bias = a.weight.dtype if a.bias is None else a.bias.dtype
+    return dx, dweight.to(a.weight.dtype), dbias.to(of_bias), dinitial.to(a.x.dtype)
 
 
 @_bwd.register_fake
-def _(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit):
-    dbias = weight.new_empty(weight.shape[0], dtype=weight.dtype if bias is None else bias.dtype)
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        torch.empty_like(weight, memory_format=torch.contiguous_format),
-        dbias,
-        torch.empty_like(dstate, dtype=x.dtype, memory_format=torch.contiguous_format),
-    )
+@flat(Upstream, Inputs)
+def _(upstream, a):
+    dbias = a.weight.new_empty(a.weight.shape[0], dtype=(a.weight if a.bias is None else a.bias).dtype)
+    return _empty_like(a.x), _empty_like(a.weight), dbias, _empty_like(upstream.dstate, dtype=a.x.dtype)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.silu, ctx.limit = inputs
+    *tensors, silu, limit = inputs
     ctx.save_for_backward(*tensors)
+    ctx.options = silu, limit
 
 
 def _backward(ctx, dy, dstate):
-    x, weight, bias, initial_state, cu_seqlens, lengths = ctx.saved_tensors
-    dx, dweight, dbias, dinitial = _bwd(
-        dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, ctx.silu, ctx.limit
-    )
+    _, _, bias, initial_state, *_ = tensors = ctx.saved_tensors
+    dx, dweight, dbias, dinitial = _bwd(dy, dstate, *tensors, *ctx.options)
     dbias = None if bias is None else dbias
     dinitial = None if initial_state is None else dinitial.to(initial_state.dtype)
-    return dx, dweight, dbias, dinitial, None, None, None, None
+    return dx, dweight, dbias, dinitial, *[None] * 4
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::short_conv_step", mutates_args=("state",))
-def _step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> Tensor:
-    if runs_native_step(x, weight, bias, state) and (library := native_library("short_conv", x, weight, bias, state)):
-        return short_conv_step_native(library, x, weight, bias, state, state_indices, silu, limit)
+@flat(Token)
+def _step(token: Token) -> Tensor:
+    if runs_native_step(*token[:4]) and (library := native_library("short_conv", *token[:4])):
+        return short_conv_step_native(library, token)
     step = short_conv_step_torch
-    if use_triton(x, "short_conv"):
+    if use_triton(token.x, "short_conv"):
         step = module(".launch", __package__).short_conv_step_triton
-    return step(x, weight, bias, state, state_indices, silu, limit)
+    return step(*token)
 
 
 @_step.register_fake
-def _(x, weight, bias, state, state_indices, silu, limit):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(x, *rest):
+    return _empty_like(x)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
@@ -197,27 +177,18 @@ def short_conv_step(
 
 
 @torch.library.custom_op("hf_memmix::short_conv_heads", mutates_args=("states",))
-def _heads_op(
-    x: list[Tensor],
-    weights: list[Tensor],
-    states: list[Tensor],
-    head_dims: list[int],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    silu: bool,
-    state_indices: Tensor | None,
-) -> Tensor:  # of one tensor, because an op that changes its arguments cannot return a list
-    path = _heads_triton if use_triton(x[0], "short_conv") else heads_torch
-    return path(TokenHeads(x, weights, states, head_dims, cos, sin, eps, silu, state_indices))
+@flat(Heads)
+def _heads_op(heads: Heads) -> Tensor:
+    path = _heads_triton if use_triton(heads.x[0], "short_conv") else heads_torch
+    return path(heads)
 
 
 @_heads_op.register_fake
-def _(x, weights, states, head_dims, cos, sin, eps, silu, state_indices):
+def _(x, *rest):
     return x[0].new_empty(sum(t.numel() for t in x))
 
 
-def _heads_triton(arguments: TokenHeads) -> Tensor:
+def _heads_triton(arguments: Heads) -> Tensor:
     return module(".launch_token", __package__).heads_triton(arguments)
 
 
@@ -260,7 +231,7 @@ def unit_heads_after_convolutions(
     for c in convolutions:
         if c.x.dtype != first.dtype or not (state_indices is not None or c.state.is_contiguous()):
             return None
-    arguments = TokenHeads(x, weights, states, head_dims, cos, sin, eps, silu, state_indices)
+    arguments = Heads(x, weights, states, head_dims, cos, sin, eps, silu, state_indices)
     if not through_op:
         if first.is_cpu and _runs_native(convolutions, cos, sin):
             library = native_library("short_conv", first, *tensors)
@@ -324,7 +295,9 @@ def prompt_heads(
         shape = cos.shape
         if shape != sin.shape or len(shape) != 3 or shape[:2] != q.x.shape[:2] or not 0 < 2 * shape[2] <= q.head_dim:
             return None
-    return module(".launch_prompt", __package__).prompt_heads_triton(*tensors, cos, sin, silu, eps, q.head_dim)
+    return module(".launch_prompt", __package__).prompt_heads_triton(
+        *Prompt(*tensors, cos, sin, silu, eps, q.head_dim)
+    )
 
 
 def _fits(c: Convolution, q: Tensor) -> bool:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .._chunks import sequence_ids
 from .._common import compute_dtype
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import Inputs, Token, Upstream
 
 
 class _Window:
@@ -83,17 +85,10 @@ def _preactivation(window: _Window, buffer: Tensor, weight: Tensor, bias: Tensor
     return z if bias is None else z + bias
 
 
-def short_conv_fwd_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> tuple[Tensor, Tensor]:
+@flat(Inputs)
+def short_conv_fwd_torch(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, C] and the final states [N, C, K-1], both in x.dtype."""
+    x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit = a
     dtype = compute_dtype(x.dtype)
     x = _cut(x, limit)
     window = _Window(x, weight.shape[1], cu_seqlens, lengths)
@@ -105,19 +100,10 @@ def short_conv_fwd_torch(
     return y.to(x.dtype), buffer[window.tails].transpose(1, 2).to(x.dtype).contiguous()
 
 
-def short_conv_bwd_torch(
-    dy: Tensor,
-    dstate: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@flat(Upstream, Inputs)
+def short_conv_bwd_torch(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx, dweight, dbias [C] and the gradient of the initial states [N, C, K-1]."""
+    (dy, dstate), (x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit) = upstream, a
     dtype = compute_dtype(x.dtype)
     inside = None if limit is None else x.abs() < limit
     x = _cut(x, limit)
@@ -143,16 +129,10 @@ def short_conv_bwd_torch(
     return dx, dweight, dz.sum((0, 1)), dinitial
 
 
-def short_conv_step_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pool: Tensor,
-    state_indices: Tensor | None,
-    silu: bool,
-    limit: float | None,
-) -> Tensor:
+@flat(Token)
+def short_conv_step_torch(token: Token) -> Tensor:
     """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages in `pool`, in place."""
+    x, weight, bias, pool, state_indices, silu, limit = token
     (state,) = read_pages(state_indices, pool)
     dtype = compute_dtype(x.dtype)
     window = torch.cat([state.to(dtype), _cut(x, limit).mT.to(dtype)], -1)

@@ -7,8 +7,10 @@ much again for their gradients. After the forward pass only its inputs stay in m
 import torch
 from torch import Tensor
 
+from .._groups import flat
 from .._launch import cdiv, contiguous, next_power_of_2, page_strides
 from .._tape import taped
+from .arguments import FORWARD, STEP, Chunks, Ends, Estimate, Refresh, State, Tokens, Upstream
 from .kernels.backward import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
 from .kernels.forward import ska_fwd_kernel_read, ska_fwd_kernel_scan
 from .kernels.step import ska_step_kernel
@@ -30,7 +32,8 @@ MAX_LOW_PRECISION_RANK = 32
 class _Launch:
     """Grids, tables and constants that the kernels of one call share."""
 
-    def __init__(self, q, k, v, position, cu_seqlens, lengths, chunk_size, power, eps, spectral_norm, sigma_floor):
+    def __init__(self, x: Tokens, state: State, ends: Ends, chunk_size: int, estimate: Estimate):
+        (q, _, v, _), position, (cu_seqlens, lengths) = x, state.position, ends
         batch, T, self.H, R = q.shape
         self.HK, V = v.shape[2:]
         first = sequence = None
@@ -52,7 +55,10 @@ class _Launch:
         BR, BV = (max(16, next_power_of_2(size)) for size in (R, min(V, 64)))
         self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
         self.values = {"BV": BV}
-        self.options = {"eps": eps, "sigma_floor": sigma_floor, "POWER": power, "SPECTRAL": spectral_norm}
+        self.options = {
+            "eps": estimate.eps, "sigma_floor": estimate.sigma_floor,
+            "POWER": estimate.power, "SPECTRAL": estimate.spectral_norm,
+        }  # fmt: skip
         # all grids have one dimension: the others are limited to 65535, and there may be more sequences or chunks
         self.chunk_grid = (self.chunks * self.HK,)
         self.large = R > 32
@@ -62,8 +68,9 @@ class _Launch:
         BC = max(16, min(tokens, next_power_of_2(self.sizes["C"])))
         return {"BC": BC, "num_warps": warps, "num_stages": stages}
 
-    def statistics(self, k, v, S0, previous, nu0, position):
+    def statistics(self, x: Tokens, state: State):
         """Scratch (S, nu) before every chunk and the final states, the operator's not filled yet."""
+        (_, k, v, _), (S0, _, previous, nu0, position) = x, state
         R, V, BR = (self.sizes[name] for name in ("R", "V", "BR"))
         S = S0.new_empty(self.chunks, self.HK, R, 2 * R + V)
         nu = nu0.new_empty(self.chunks, self.HK)
@@ -81,37 +88,40 @@ def _tokens(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype).contiguous() for t in tensors)
 
 
+def _dense_inputs(x: Tokens, state: State) -> tuple[Tokens, State]:
+    """Tokens, gain and states with contiguous memory."""
+    return Tokens(*_tokens(x.q, *x[:3]), x.gain.contiguous()), State(*contiguous(*state))
+
+
 @taped
-def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options):
+@flat(*FORWARD)
+def ska_forward(x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate):
     """o [B, T, H, P] in q's dtype and the five final states."""
-    shape, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
-    q, k, v = _tokens(q, q, k, v)
-    gain, S0, W0, previous, nu0, position = contiguous(gain, S0, W0, previous, nu0, position)
-    launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
-    S, nu, (S_final, previous_final, nu_final, position_final) = launch.statistics(k, v, S0, previous, nu0, position)
-    o = (q.new_empty if lengths is None else q.new_zeros)(shape, dtype=dtype)
-    W_final = torch.empty_like(W0)
+    shape, dtype = (*x.q.shape[:3], x.v.shape[-1]), x.q.dtype
+    x, state = _dense_inputs(x, state)
+    launch = _Launch(x, state, ends, chunks.chunk_size, estimate)
+    S, nu, (S_final, previous_final, nu_final, position_final) = launch.statistics(x, state)
+    o = (x.q.new_empty if ends.lengths is None else x.q.new_zeros)(shape, dtype=dtype)
+    W_final = torch.empty_like(state.operator)
     ska_fwd_kernel_read[launch.chunk_grid](
-        (q, gain), (S, nu, W0), o, W_final, *launch.by_chunk, H=launch.H,
+        (x.q, x.gain), (S, nu, state.operator), o, W_final, *launch.by_chunk, H=launch.H,
         **launch.sizes, **launch.values, **launch.options, **launch.launch("fwd_read"),
     )  # fmt: skip
     return o, S_final, W_final, previous_final, nu_final, position_final
 
 
 @taped
-def ska_backward(
-    do, dS_final, dW_final, dprevious_final, dnu_final,
-    q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options,
-):  # fmt: skip
+@flat(Upstream, *FORWARD)
+def ska_backward(upstream: Upstream, x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate):
     """Gradients of q, k, v, gain and of the first four states; the statistics are summed again."""
-    fresh = torch.empty if lengths is None else torch.zeros
-    dq, dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    do, q, k, v = _tokens(q, do, q, k, v)
-    dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position = contiguous(
-        dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position
-    )
-    launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
-    S, nu, (_, _, nu_final, _) = launch.statistics(k, v, S0, previous, nu0, position)
+    fresh = torch.empty if ends.lengths is None else torch.zeros
+    dq, dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+    (do,) = _tokens(x.q, upstream.do)
+    dS_final, dW_final, dprevious_final, dnu_final = contiguous(*upstream[1:])
+    x, state = _dense_inputs(x, state)
+    (q, k, v, gain), (S0, W0, previous, nu0, _), chunk_size = x, state, chunks.chunk_size
+    launch = _Launch(x, state, ends, chunk_size, estimate)
+    S, nu, (_, _, nu_final, _) = launch.statistics(x, state)
     dS, dnu = torch.empty_like(S), torch.empty_like(nu)
     dgain = nu.new_zeros(launch.chunks, launch.H)
     dS0, dW0, dprevious, dnu0 = (torch.empty_like(t) for t in (S0, W0, previous, nu0))
@@ -132,19 +142,17 @@ def ska_backward(
 
 
 @taped
-def ska_step_triton(
-    q, k, v, gain, S, W, previous, nu, position, state_indices,
-    chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
-):  # fmt: skip
+@flat(*STEP)
+def ska_step_triton(x: Tokens, state: State, refresh: Refresh, estimate: Estimate):
     """Advance the state, or its pages, in place by one token, q, k, v [B, 1, heads, D]; o [B, 1, H, P] like q."""
-    batch, _, heads, R = q.shape
-    kv_heads, V = v.shape[2:]
-    o = q.new_empty(batch, 1, heads, V)
+    batch, _, heads, R = x.q.shape
+    kv_heads, V = x.v.shape[2:]
+    o = x.q.new_empty(batch, 1, heads, V)
     BR, BV = (max(16, next_power_of_2(size)) for size in (R, min(V, 64)))
     ska_step_kernel[(batch * kv_heads,)](
-        *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position,
-        state_indices, *page_strides(state_indices, S, W, previous, nu, position), o, eps, sigma_floor,
-        H=heads, HK=kv_heads, R=R, V=V, C=chunk_size, PER_TOKEN=per_token, POWER=power, SPECTRAL=spectral_norm,
-        BR=BR, BV=BV, num_warps=4 if R <= 32 else 8,
+        *(t.contiguous() for t in x), *state, refresh.state_indices, *page_strides(refresh.state_indices, *state), o,
+        estimate.eps, estimate.sigma_floor,
+        H=heads, HK=kv_heads, R=R, V=V, C=refresh.chunk_size, PER_TOKEN=refresh.per_token, POWER=estimate.power,
+        SPECTRAL=estimate.spectral_norm, BR=BR, BV=BV, num_warps=4 if R <= 32 else 8,
     )  # fmt: skip
     return o

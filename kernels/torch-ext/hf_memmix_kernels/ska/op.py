@@ -6,10 +6,12 @@ from torch import Tensor
 from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
 from .._dispatch import use_triton
+from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
-from .state import State, check_state, state_shapes
+from .arguments import FORWARD, STEP, Chunks, Ends, Estimate, Refresh, State, Tokens, Upstream
+from .state import check_state, state_shapes
 from .torch_path import ska_step_torch
 
 MAX_RANK = 128
@@ -27,76 +29,35 @@ def _chunk_path(q: Tensor):
 
 
 @chunk_op("hf_memmix::ska_fwd")
-def _ska_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    statistics: Tensor,
-    operator: Tensor,
-    previous: Tensor,
-    nu: Tensor,
-    position: Tensor,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-    power: int,
-    eps: float,
-    spectral_norm: bool,
-    sigma_floor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = _chunk_path(q).ska_forward(
-        q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, lengths,
-        chunk_size, power, eps, spectral_norm, sigma_floor,
-    )  # fmt: skip
+@flat(*FORWARD)
+def _ska_fwd(x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate) -> tensors(6):
+    outputs = _chunk_path(x.q).ska_forward(*x, *state, *ends, *chunks, *estimate)
     return tuple(t.contiguous() for t in outputs)
 
 
 @_ska_fwd.register_fake
-def _(q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, lengths, *options):
-    state = (statistics, operator, previous, nu, position)
-    return q.new_empty(*q.shape[:3], v.shape[-1]), *(t.new_empty(t.shape) for t in state)
+@flat(*FORWARD)
+def _(x, state, *rest):
+    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), *(t.new_empty(t.shape) for t in state)
 
 
 @chunk_op("hf_memmix::ska_bwd")
-def _ska_bwd(
-    do: Tensor,
-    d_statistics: Tensor,
-    d_operator: Tensor,
-    d_previous: Tensor,
-    d_nu: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    statistics: Tensor,
-    operator: Tensor,
-    previous: Tensor,
-    nu: Tensor,
-    position: Tensor,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    chunk_size: int,
-    power: int,
-    eps: float,
-    spectral_norm: bool,
-    sigma_floor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _chunk_path(q).ska_backward(
-        do, d_statistics, d_operator, d_previous, d_nu,
-        q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, lengths,
-        chunk_size, power, eps, spectral_norm, sigma_floor,
-    )  # fmt: skip
+@flat(Upstream, *FORWARD)
+def _ska_bwd(upstream: Upstream, x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate) -> tensors(
+    8
+):
+    grads = _chunk_path(x.q).ska_backward(*upstream, *x, *state, *ends, *chunks, *estimate)
     return tuple(t.contiguous() for t in grads)
 
 
 @_ska_bwd.register_fake
-def _(do, dS, dW, dp, dnu, q, k, v, gain, statistics, operator, previous, nu, position, *rest):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v, gain, statistics, operator, previous, nu))
+@flat(Upstream, *FORWARD)
+def _(upstream, x, state, *rest):
+    return tuple(t.new_empty(t.shape) for t in (*x, *state[:4]))
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor = inputs
+    tensors, ctx.options = inputs[:-5], inputs[-5:]
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -106,8 +67,7 @@ def _backward(ctx, do, *d_state):
     q, _, v, _, *state = tensors[:9]
     do = or_zeros(do, q, (*q.shape[:3], v.shape[-1]))
     d_state = [or_zeros(d, s) for s, d in zip(state, d_state, strict=True)]
-    options = ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor
-    grads = _ska_bwd(do, *d_state[:4], *tensors, *options)
+    grads = _ska_bwd(do, *d_state[:4], *tensors, *ctx.options)
     # position counts tokens: its derivative is 1, and nothing else depends on it smoothly
     return *grads, d_state[4], *[None] * 7
 
@@ -116,34 +76,16 @@ _ska_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::ska_step", mutates_args=("statistics", "operator", "previous", "nu", "position"))
-def _ska_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor,
-    statistics: Tensor,
-    operator: Tensor,
-    previous: Tensor,
-    nu: Tensor,
-    position: Tensor,
-    state_indices: Tensor | None,
-    chunk_size: int,
-    per_token: bool,
-    power: int,
-    eps: float,
-    spectral_norm: bool,
-    sigma_floor: float,
-) -> Tensor:
+@flat(*STEP)
+def _ska_step(x: Tokens, state: State, refresh: Refresh, estimate: Estimate) -> Tensor:
     step = ska_step_torch
-    if use_triton(q, "ska", q.shape[-1]) and statistics.dtype != torch.float64:
+    rank = x.q.shape[-1]
+    if use_triton(x.q, "ska", rank) and state.statistics.dtype != torch.float64:
         from .launch import MAX_TRITON_RANK, ska_step_triton
 
-        if q.shape[-1] <= MAX_TRITON_RANK:
+        if rank <= MAX_TRITON_RANK:
             step = ska_step_triton
-    return step(
-        q, k, v, gain, statistics, operator, previous, nu, position, state_indices,
-        chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
-    )  # fmt: skip
+    return step(*x, *state, *refresh, *estimate)
 
 
 @_ska_step.register_fake
@@ -151,7 +93,7 @@ def _(q, k, v, *rest):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
-def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor, normalization):
+def check(q, k, v, mask, factors: dict[str, Tensor | None], chunk_size: int, normalization: str, estimate: Estimate):
     """Raise ValueError unless the arguments of an SKA function fit together. Values of tensors are not checked."""
     check_heads("ska", q, k, v)
     batch, tokens, heads, rank = q.shape
@@ -161,11 +103,12 @@ def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor,
         )
     if mask is not None and mask.shape != (batch, tokens):
         raise ValueError(f"ska: the action mask must be [B, T] = {(batch, tokens)}, got {tuple(mask.shape)}")
-    for name, factor in (("gamma", gamma), ("eta", eta)):
+    for name, factor in factors.items():
         if factor is not None and factor.shape not in ((), (heads,)):
             raise ValueError(
                 f"ska: {name} must be a scalar or one factor per head [{heads}], got {tuple(factor.shape)}"
             )
+    power, eps, _, sigma_floor = estimate
     if not (isinstance(power, int) and 0 <= power <= 8):
         raise ValueError(f"ska: power={power} must be an integer of 0 .. 8; the paper's K is 2")
     if not eps > 0:
@@ -229,10 +172,10 @@ def chunk_ska(
     spectral_norm: bool = True,
     sigma_floor: float = 0.1,
     normalization: str = "running_max",
-    initial_state: State | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Spectral Koopman Attention, chunk-causal ("Echo", equations (7) to (13)).
 
     With z = mask k, G = sum z_t z_t^T, M = sum z_t z_{t-1}^T, C = sum v_t z_t^T over all chunks before the token's,
@@ -267,7 +210,8 @@ def chunk_ska(
     Raises:
         ValueError: shapes or options do not fit; on a CPU also statistics that are not positive definite.
     """
-    check(q, k, v, mask, gamma, eta, initial_state, power, eps, chunk_size, sigma_floor, normalization)
+    estimate = Estimate(power, float(eps), spectral_norm, float(sigma_floor))
+    check(q, k, v, mask, {"gamma": gamma, "eta": eta}, chunk_size, normalization, estimate)
     check_ends(cu_seqlens, lengths, q.shape[0])
     dtype = compute_dtype(q.dtype)
     shapes = state_shapes(num_sequences(q.shape[0], cu_seqlens), k.shape[2], q.shape[3], v.shape[3])
@@ -279,10 +223,8 @@ def chunk_ska(
     z = masked(k, mask)
     if normalization == "sequence_max":
         state = (*state[:3], sequence_max(z, state[3], cu_seqlens, lengths), state[4])
-    o, *final = _ska_fwd(
-        q, z, v, gain_of(q, gamma, eta, power), *state, dense(cu_seqlens), dense(lengths),
-        chunk_size, power, float(eps), spectral_norm, float(sigma_floor),
-    )  # fmt: skip
+    x = Tokens(q, z, v, gain_of(q, gamma, eta, power))
+    o, *final = _ska_fwd(*x, *state, dense(cu_seqlens), dense(lengths), chunk_size, *estimate)
     return o, tuple(final)
 
 
@@ -293,7 +235,7 @@ def ska_step(
     mask: Tensor | None,
     gamma: Tensor | None,
     eta: Tensor | None,
-    state: State,
+    state: tuple[Tensor, ...],
     *,
     power: int = 2,
     eps: float = 1e-3,
@@ -321,7 +263,8 @@ def ska_step(
     Raises:
         ValueError: more than one token, shapes or options that do not fit, a state that is not contiguous.
     """
-    check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor, "running_max")
+    estimate = Estimate(power, float(eps), spectral_norm, float(sigma_floor))
+    check(q, k, v, mask, {"gamma": gamma, "eta": eta}, chunk_size, "running_max", estimate)
     if q.shape[1] != 1:
         raise ValueError(f"ska_step advances by one token, got {q.shape[1]}; use chunk_ska for several")
     if refresh_every not in (None, 1, chunk_size):
@@ -335,7 +278,5 @@ def ska_step(
     if per_token:
         expected = (expected[0], (*expected[2], rank), *expected[2:])
     check_step_states("ska_step", state, expected, state_indices)
-    return _ska_step(
-        q, masked(k, mask), v, gain_of(q, gamma, eta, power), *state, state_indices,
-        chunk_size, per_token, power, float(eps), spectral_norm, float(sigma_floor),
-    )  # fmt: skip
+    x = Tokens(q, masked(k, mask), v, gain_of(q, gamma, eta, power))
+    return _ska_step(*x, *state, state_indices, chunk_size, per_token, *estimate)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._common import without_autocast
+from .arguments import Estimate
 from .naive import JITTERS, POWER_ITERATIONS, SMALLEST_NORM, start_vector
 
 
@@ -67,7 +68,8 @@ class Operator:
     """P, N^T, s and Q^T of a batch of statistics S [..., r, 2 r + P] with key norms nu [...]."""
 
     @without_autocast
-    def __init__(self, S, nu, power, eps, spectral_norm, sigma_floor, check, refuse=True):
+    def __init__(self, S: Tensor, nu: Tensor, estimate: Estimate, check: bool, refuse: bool = True):
+        power, eps, spectral_norm, sigma_floor = estimate
         self.power, self.eps, self.nu = power, eps, nu
         G, self.MT, self.CT = split_statistics(S)
         Gt, self.P = inverse(G, ridge_of(nu, eps), check, refuse)

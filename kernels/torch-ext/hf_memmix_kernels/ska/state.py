@@ -5,12 +5,10 @@ Hk], position in the chunk [N, Hk]). The empty state is all zeros.
 """
 
 import torch
-from torch import Tensor
 
 from .._common import exact
+from .arguments import State
 from .operator import inverse, ridge_of, split_statistics
-
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def state_shapes(batch: int, kv_heads: int, rank: int, values: int) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from .._common import compute_dtype, without_autocast
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import FORWARD, STEP, Chunks, Ends, Estimate, Refresh, State, Tokens, Upstream
 from .naive import POWER_ITERATIONS, start_vector
 from .operator import Operator, inverse, ridge_of, split_statistics
 
@@ -20,7 +22,8 @@ from .operator import Operator, inverse, ridge_of, split_statistics
 class _Slots:
     """The index of every slot of every chunk in the flattened tokens, and which slots hold a token."""
 
-    def __init__(self, k: Tensor, position: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, c: int):
+    def __init__(self, k: Tensor, position: Tensor, ends: Ends, c: int):
+        cu_seqlens, lengths = ends
         batch, T = k.shape[:2]
         steps = torch.arange(batch, device=k.device)
         if cu_seqlens is not None:
@@ -86,10 +89,10 @@ def _exclusive(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 class _Forward:
     """The results of the forward pass that the backward pass also needs."""
 
-    def __init__(self, q, k, v, gain, state, cu_seqlens, lengths, chunk_size, power, eps, spectral_norm, sigma_floor):
-        S0, W0, previous, nu0, position = state
+    def __init__(self, x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate):
+        (q, k, v, gain), (S0, W0, previous, nu0, position) = x, state
         dtype = compute_dtype(q.dtype)
-        self.slots = slots = _Slots(k, position, cu_seqlens, lengths, chunk_size)
+        self.slots = slots = _Slots(k, position, ends, chunks.chunk_size)
         kv_heads = k.shape[2]
         self.q = slots.split_queries(q, kv_heads, dtype)
         self.k, self.v = slots.split(k, dtype), slots.split(v, dtype)
@@ -103,10 +106,10 @@ class _Forward:
         self.nu, self.nu_final = running[:, :, :-1], running[:, :, -1].clone()
         # looking at the factorisation's result would wait for a GPU
         check = q.device.type == "cpu"
-        self.operator = Operator(self.S[:, :, 1:], self.nu[:, :, 1:], power, eps, spectral_norm, sigma_floor, check)
+        self.operator = Operator(self.S[:, :, 1:], self.nu[:, :, 1:], estimate, check)
         self.WT = torch.cat([W0[:, :, None], self.operator.WT], 2)
 
-    def final_state(self, state):
+    def final_state(self, state: State):
         _, _, previous, _, position = state
         slots = self.slots
         last = slots.last.view(-1, 1, 1, 1, 1).expand(-1, self.k.shape[1], 1, *self.WT.shape[3:])
@@ -123,22 +126,20 @@ class _Forward:
 
 
 @without_autocast
-def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options):
+@flat(*FORWARD)
+def ska_forward(x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate):
     """o [B, T, H, P] in q's dtype and the five final states."""
-    state = (S0, W0, previous, nu0, position)
-    f = _Forward(q, k, v, gain, state, cu_seqlens, lengths, chunk_size, *options)
+    f = _Forward(x, state, ends, chunks, estimate)
     o = f.gain * (f.q @ f.WT[:, :, :, None])
-    return f.slots.merge_queries(o, q), *f.final_state(state)
+    return f.slots.merge_queries(o, x.q), *f.final_state(state)
 
 
 @without_autocast
-def ska_backward(
-    do, dS_final, dW_final, dprevious_final, dnu_final,
-    q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options,
-):  # fmt: skip
+@flat(Upstream, *FORWARD)
+def ska_backward(upstream: Upstream, x: Tokens, state: State, ends: Ends, chunks: Chunks, estimate: Estimate):
     """Gradients of q, k, v, gain and of the first four states."""
-    state = (S0, W0, previous, nu0, position)
-    f = _Forward(q, k, v, gain, state, cu_seqlens, lengths, chunk_size, *options)
+    (q, k, v, gain), f = x, _Forward(x, state, ends, chunks, estimate)
+    do, dS_final, dW_final, dprevious_final, dnu_final = upstream
     slots = f.slots
     do = slots.split_queries(do, k.shape[2], f.q.dtype)
     dq = do @ f.WT.mT[:, :, :, None]
@@ -176,8 +177,9 @@ def ska_backward(
     )  # fmt: skip
 
 
-def _read_per_token(S, P, nu, q, power, eps, spectral_norm, sigma_floor):
+def _read_per_token(S, P, nu, q, estimate: Estimate):
     """C (P M)^K P q / sigma^K by products with vectors: q [N, Hk, groups, r], all else [N, Hk, ...]."""
+    power, eps, spectral_norm, sigma_floor = estimate
     G, MT, CT = split_statistics(S)
     scale = torch.ones_like(nu)
     if spectral_norm and power:
@@ -198,17 +200,14 @@ def _read_per_token(S, P, nu, q, power, eps, spectral_norm, sigma_floor):
 
 
 @without_autocast
-def ska_step_torch(
-    q, k, v, gain, S, W, previous, nu, position, state_indices,
-    chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
-):  # fmt: skip
+@flat(*STEP)
+def ska_step_torch(x: Tokens, pools: State, refresh: Refresh, estimate: Estimate):
     """Advance the state, or its pages, in place by one token, q, k, v [B, 1, heads, D]; o [B, 1, H, P] like q."""
-    options = (power, eps, spectral_norm, sigma_floor)
-    pools = (S, W, previous, nu, position)
+    (q, k, v, gain), (state_indices, chunk_size, per_token) = x, refresh
     S, W, previous, nu, position = read_pages(state_indices, *pools)
     queries = q[:, 0].to(S.dtype).unflatten(1, (k.shape[2], -1))
     z, values = k[:, 0].to(S.dtype), v[:, 0].to(S.dtype)
-    read = _read_per_token(S, W, nu, queries, *options) if per_token else queries @ W
+    read = _read_per_token(S, W, nu, queries, estimate) if per_token else queries @ W
     o = read.flatten(1, 2) * gain[:, None]
     norm = torch.linalg.vector_norm(z, dim=-1)
     grown = norm > nu if per_token else None
@@ -228,7 +227,10 @@ def ska_step_torch(
     if not check or due.any():  # a GPU is not asked: it may be recording a graph
         # among pages one may be garbage, which must not stop the others
         checks = check, state_indices is None
-        new = inverse(G, ridge_of(nu, eps), *checks)[1] if per_token else Operator(S, nu, *options, *checks).WT
+        if per_token:
+            _, new = inverse(G, ridge_of(nu, estimate.eps), *checks)
+        else:
+            new = Operator(S, nu, estimate, *checks).WT
         W.copy_(torch.where(due[..., None, None], new, W))
         position.masked_fill_(due, 0)
     write_pages(state_indices, pools, (S, W, previous, nu, position))

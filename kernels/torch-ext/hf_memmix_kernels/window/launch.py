@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from .._common import compute_dtype
+from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
+from .arguments import Reach, Results, Sizes, States, Tokens, Upstream
 from .kernels.backward import window_bwd_kernel_dkv, window_bwd_kernel_dq
 from .kernels.forward import window_fwd_kernel
 from .kernels.step import window_step_kernel
@@ -39,12 +41,11 @@ def _shared(q: Tensor, k: Tensor, firsts: Tensor | None) -> tuple:
 
 
 @taped
-def window_fwd_triton(
-    q: Tensor, k: Tensor, v: Tensor, firsts: Tensor | None, window: int, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+@flat(Tokens, Reach)
+def window_fwd_triton(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
     """o [B, T, H, D] and, per head and query [B, H, T], the logarithm to base 2 of the sum of e^scores."""
-    (B, T, H, D) = q.shape
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    (B, T, H, D), (firsts, window, scale, softcap) = x.q.shape, reach
+    q, k, v = (t.contiguous() for t in x)
     o, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=compute_dtype(q.dtype))
     sizes, strides, options = _shared(q, k, firsts)
     tiles = _tiles(q, D, 128, 64, 8 if D > 64 else 4, 3)
@@ -55,21 +56,11 @@ def window_fwd_triton(
 
 
 @taped
-def window_bwd_triton(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    firsts: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat(Upstream, Tokens, Results, Reach)
+def window_bwd_triton(upstream: Upstream, x: Tokens, results: Results, reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    (B, T, H, D), keys = q.shape, k.shape[1]
-    q, k, v, do = q.contiguous(), k.contiguous(), v.contiguous(), do.contiguous()
+    (B, T, H, D), keys, (firsts, window, scale, softcap) = x.q.shape, x.k.shape[1], reach
+    (q, k, v, do), (o, lse) = (t.contiguous() for t in (*x, *upstream)), results
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     sizes, strides, options = _shared(q, k, firsts)
@@ -85,21 +76,11 @@ def window_bwd_triton(
 
 
 @taped
-def window_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_logits: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    state_indices: Tensor | None,
-    window: int,
-    sinks: int,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+@flat(Tokens, States, Sizes)
+def window_step_triton(x: Tokens, states: States, sizes: Sizes) -> Tensor:
     """One launch that reads one token [B, 1, heads, D] and updates the states, or their pages, in place."""
+    (q, k, v), (window, sinks, scale, softcap) = x, sizes
+    sink_logits, keys, values, seen, state_indices = states
     B, _, H, D = q.shape
     HK = k.shape[2]
     o = q.new_empty(B, 1, H, D)

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype
 from .._dispatch import use_triton
+from .._groups import flat
 from .._pages import check_step_states
 from .._registration import chunk_op, module, step_op
+from .arguments import Reach, Results, Sizes, States, Tokens, Upstream
 from .torch_path import (
     Scores,
     in_order,
@@ -21,42 +23,33 @@ from .torch_path import (
 State = tuple[Tensor, Tensor, Tensor]
 
 
+def _kernels(q: Tensor) -> bool:
+    return use_triton(q, "window", q.shape[-1])
+
+
 @chunk_op("hf_memmix::window_fwd")
-def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, firsts: Tensor | None, window: int, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    fwd = (
-        module(".launch", __package__).window_fwd_triton if use_triton(q, "window", q.shape[-1]) else window_fwd_torch
-    )
-    return fwd(q, k, v, firsts, window, scale, softcap)
+@flat(Tokens, Reach)
+def _fwd(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
+    fwd = module(".launch", __package__).window_fwd_triton if _kernels(x.q) else window_fwd_torch
+    return fwd(*x, *reach)
 
 
 @_fwd.register_fake
-def _(q, k, v, firsts, window, scale, softcap):
+def _(q, *rest):
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 @chunk_op("hf_memmix::window_bwd")
-def _bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    firsts: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not use_triton(q, "window", q.shape[-1]):
-        return window_bwd_torch(do, q, k, v, firsts, window, scale, softcap)
-    return module(".launch", __package__).window_bwd_triton(do, q, k, v, o, lse, firsts, window, scale, softcap)
+@flat(Upstream, Tokens, Results, Reach)
+def _bwd(upstream: Upstream, x: Tokens, results: Results, reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
+    if not _kernels(x.q):
+        return window_bwd_torch(*upstream, *x, *reach)
+    return module(".launch", __package__).window_bwd_triton(*upstream, *x, *results, *reach)
 
 
 @_bwd.register_fake
-def _(do, q, k, v, o, lse, firsts, window, scale, softcap):
+def _(do, q, k, v, *rest):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -76,29 +69,14 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::window_step", mutates_args=("keys", "values", "seen"))
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_logits: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    state_indices: Tensor | None,
-    window: int,
-    sinks: int,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    if use_triton(q, "window", q.shape[-1]):
-        from .launch import window_step_triton as step
-    else:
-        step = window_step_torch
-    return step(q, k, v, sink_logits, keys, values, seen, state_indices, window, sinks, scale, softcap)
+@flat(Tokens, States, Sizes)
+def _step(x: Tokens, states: States, sizes: Sizes) -> Tensor:
+    step = module(".launch", __package__).window_step_triton if _kernels(x.q) else window_step_torch
+    return step(*x, *states, *sizes)
 
 
 @_step.register_fake
-def _(q, k, v, sink_logits, keys, values, seen, state_indices, window, sinks, scale, softcap):
+def _(q, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
@@ -196,7 +174,7 @@ def _outputs(q, k, v, window, sinks, scores, state=None, after=None, firsts=None
     """See `torch_path.window_attention`, which computes what the kernels do not."""
     exporting = torch.compiler.is_exporting()  # an exported program keeps the op: blocks depend on the length
     causal = not exporting and state is None and firsts is None and scores.softcap is None and q.shape[1] <= window
-    kernels = exporting or (q.shape[1] > 0 and use_triton(q, "window", q.shape[-1]))
+    kernels = exporting or (q.shape[1] > 0 and _kernels(q))
     if causal or sinks or scores.sink_logits is not None or not kernels:
         return window_attention(q, k, v, window, sinks, scores, state, after, firsts)
     firsts = None if firsts is None else firsts[None]

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .._common import compute_dtype
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import Reach, Sizes, States, Tokens, Upstream
 
 SMALLEST_BLOCK = 64  # queries; shorter blocks would waste the time of a matrix product
 
@@ -103,10 +105,10 @@ def window_attention(
     return _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, same)
 
 
-def window_fwd_torch(
-    q: Tensor, k: Tensor, v: Tensor, firsts: Tensor | None, window: int, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+@flat(Tokens, Reach)
+def window_fwd_torch(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
     """What `window_fwd_triton` computes, without the logarithms of the sums."""
+    (q, k, v), (firsts, window, scale, softcap) = x, reach
     scores, before = Scores(scale, softcap), k.shape[1] - q.shape[1]
     if not before:
         o = window_attention(q, k, v, window, 0, scores, firsts=None if firsts is None else firsts[0])
@@ -118,21 +120,13 @@ def window_fwd_torch(
     return o.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
 
 
-def window_bwd_torch(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    firsts: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat(Upstream, Tokens, Reach)
+def window_bwd_torch(upstream: Upstream, x: Tokens, reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; the forward pass is computed again."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o, _ = window_fwd_torch(*leaves, firsts, window, scale, softcap)
-        return torch.autograd.grad(o, leaves, do)
+        leaves = [t.detach().requires_grad_() for t in x]
+        o, _ = window_fwd_torch(*leaves, *reach)
+        return torch.autograd.grad(o, leaves, upstream.do)
 
 
 def _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, same: bool) -> Tensor:
@@ -198,21 +192,11 @@ def last_of_packed(k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Sta
 
 
 @torch.no_grad()
-def window_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_logits: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    state_indices: Tensor | None,
-    window: int,
-    sinks: int,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+@flat(Tokens, States, Sizes)
+def window_step_torch(x: Tokens, states: States, sizes: Sizes) -> Tensor:
     """o [B, 1, H, D] of one token; the states, or their pages, change in place."""
+    (q, k, v), (window, sinks, scale, softcap) = x, sizes
+    sink_logits, keys, values, seen, state_indices = states
     rows = read_pages(state_indices, keys, values, seen)
     count = rows[2][:, 0].clamp_min(0)  # a page of garbage may hold any number
     slot = torch.where(count < sinks, count, sinks + (count - sinks) % window)

@@ -1,0 +1,61 @@
+"""The arguments of the lattice op in groups, as every path takes them; shapes as in `chunk_lattice`."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """Of the op; without a forget gate, or where it is folded into gamma, `log_decay` is None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gamma: Tensor
+    log_decay: Tensor | None
+
+
+class Start(NamedTuple):
+    """The state before the first token [N, H, d, m], and the boundaries of packed sequences."""
+
+    initial_state: Tensor
+    cu_seqlens: Tensor | None
+
+
+class Rule(NamedTuple):
+    """How a token is written."""
+
+    variant: str
+    project: bool
+    l1: float
+
+
+class Save(NamedTuple):
+    """Whether forward keeps states for backward."""
+
+    save: bool
+
+
+class Upstream(NamedTuple):
+    """The gradients of the results."""
+
+    do: Tensor
+    dfinal: Tensor
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward; each path has its own layout."""
+
+    kept: Tensor
+
+
+class Pages(NamedTuple):
+    """Of a decode step: the state, or pages of it, which it updates in place, and the page of each row."""
+
+    state: Tensor
+    state_indices: Tensor | None
+
+
+FORWARD = (Inputs, Start, Rule, Save)
+BACKWARD = (Upstream, Inputs, Start, Kept, Rule)
+STEP = (Inputs, Pages, Rule)

@@ -22,7 +22,7 @@ from hf_memmix.conversion.families import attention_prefix, extract_attention, f
 from hf_memmix.conversion.fresh import new_student
 from hf_memmix.conversion.from_attention import start_of
 from hf_memmix.conversion.initialise import initialise_mixer
-from hf_memmix.conversion.layer_choice import layers_to_keep
+from hf_memmix.conversion.layer_choice import layers_to_keep, layers_without_rope
 from hf_memmix.conversion.limits import RESIZE, tokens_without_embedding
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
 from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
@@ -57,6 +57,7 @@ def convert_model(
     *,
     layers: Layers | None = None,
     mixers: dict[str, dict] | None = None,
+    keep_without_rope=None,
     seed: int = 0,
     out: str | Path | None = None,
     **mixer_options,
@@ -77,6 +78,8 @@ def convert_model(
         keep: layers that stay attention, see `layers_to_keep`; none by default.
         layers: in place of `mixer` and `keep`, the layers of several mixers, see `mixer_types_of`.
         mixers: options by the name of the mixer, e.g. `{"gka": {"solver_phases": [30]}}`.
+        keep_without_rope: those of the kept layers whose queries and keys are not rotated any more: "all", or layers
+            as in `keep`. None: as in the teacher. The student then has to be trained.
         seed: seed of the parameters that have no counterpart in the teacher. The global random generator does not
             change.
         out: folder to write the student to, with the tokenizer of the teacher's folder.
@@ -92,13 +95,22 @@ def convert_model(
     """
     refuse_adapters(teacher)
     arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
+    arguments["keep_without_rope"] = keep_without_rope
     convert = partial(_student_of, **arguments, mixer_options=mixer_options)
     return convert(teacher) if out is None else convert_to_folder(teacher, out, convert, seed=seed)
 
 
 @torch.inference_mode(False)  # tensors that are made in it could never be trained
 def _student_of(
-    teacher: PreTrainedModel | str | Path, *, mixer, keep, layers, mixers, seed: int, mixer_options: dict
+    teacher: PreTrainedModel | str | Path,
+    *,
+    mixer,
+    keep,
+    layers,
+    mixers,
+    keep_without_rope,
+    seed: int,
+    mixer_options: dict,
 ) -> PreTrainedModel:
     """The student of a teacher, in memory; arguments as in `convert_model`."""
     checked = not isinstance(teacher, PreTrainedModel)
@@ -126,7 +138,8 @@ def _student_of(
     for kind in options:  # options that the attention needs (biases, norms); the user's options replace them
         some = attentions[types.index(kind) if kind in used else converted[0]]
         options[kind] = start_of(kind).options(some) | options[kind]
-    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers=options)
+    still = None if keep_without_rope is None else layers_without_rope(keep_without_rope, kept, len(types))
+    student_config = hf_memmix.memmix_config(config, types, options, attention_without_rope=still or None)
     place = "meta" if teacher.device.type == "meta" else "cpu"
     student = new_student(student_config, seed, place)
     cast_student(student, teacher.dtype)

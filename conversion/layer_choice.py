@@ -131,6 +131,29 @@ def layers_to_keep(keep, num_layers: int) -> list[int]:
     return layers
 
 
+def layers_without_rope(choice, kept: Sequence[int], num_layers: int, name: str = "keep_without_rope") -> list[int]:
+    """Layer indices whose attention stays without rotary embeddings.
+
+    Args:
+        choice: "all" kept layers, or as in `LayerChoice.of`.
+        kept: the layers that stay attention.
+        name: name of the argument or option in error messages.
+
+    Raises:
+        ValueError: the choice has another form, or names a layer that does not stay attention.
+    """
+    if isinstance(choice, str) and choice.strip() == "all":
+        if not kept:
+            raise UserError(f"{name} is 'all', but no layer keeps its attention; keep some, or leave it out")
+        return list(kept)
+    layers = LayerChoice.of(choice, name).layers(num_layers)
+    if wrong := [layer for layer in layers if layer not in kept]:
+        raise UserError(
+            f"{name} is {choice!r}, but layers {wrong} do not keep their attention; kept here: {list(kept)}"
+        )
+    return layers
+
+
 def layer_text(layers: Sequence[int]) -> str:
     """Layer indices, in order, as a text that `LayerChoice.listed` reads: "0-3,8"; "none" for no layer."""
     ranges: list[range] = []

@@ -30,7 +30,7 @@ from ._transformers import (
     NAME_OF_WEIGHTS,
     ROPE_INIT_FUNCTIONS,
 )
-from .backbones import USE_ANOTHER, family_name, refusal_of
+from .backbones import USE_ANOTHER, backbone_of, family_name, layer_rotates, refusal_of
 from .errors import UserError
 from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
@@ -60,8 +60,9 @@ class MemMixConfig(PreTrainedConfig):
         mixer_types: one entry per layer, "attention" (the backbone's own) or a name in `MIXERS`; None means attention
             in all layers.
         mixers: options by the name of the mixer. Missing options get their default values, which are saved too.
+        attention_without_rope: attention layers whose queries and keys are not rotated; None: as in the backbone.
 
-    After a model was built from it, `mixer_types` and `mixers` are read-only. `model.set_mixer_options` changes those
+    After a model was built from it, these three fields are read-only. `model.set_mixer_options` changes those
     options that may be changed at inference.
 
     Raises:
@@ -76,6 +77,7 @@ class MemMixConfig(PreTrainedConfig):
     backbone_model_type: str | None = None
     mixer_types: list[str] | None = None
     mixers: dict[str, Any] | None = None
+    attention_without_rope: list[int] | None = None
 
     def __new__(cls, *args, **kwargs):
         # MemMixConfig(...) itself returns an instance of the backbone's class
@@ -134,6 +136,7 @@ class MemMixConfig(PreTrainedConfig):
                 mixers[name] = MIXERS[name].options_class.from_dict(mixers.get(name) or {}).to_dict()
             except ValueError as error:
                 raise UserError(f"mixers[{name!r}]: {error}") from error
+        check_without_rope(self, kinds)
         if self._is_frozen:
             return  # they are complete, because a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
@@ -146,13 +149,14 @@ class MemMixConfig(PreTrainedConfig):
         """Make `mixer_types` and `mixers` read-only; called by every model that is built from them."""
         self.replace_mixers(self.mixers)
         self.__dict__["mixer_types"] = frozen(self.mixer_types)
+        self.__dict__["attention_without_rope"] = frozen(self.attention_without_rope)
 
     def of_a_new_model(self) -> "MemMixConfig":
         """This configuration, or a copy if another model was built from it: `set_mixer_options` changes one model."""
         if not self._is_frozen:
             return self
         own = copy.deepcopy(self)
-        own.__dict__.update(mixer_types=plain(self.mixer_types), mixers=plain(self.mixers))
+        own.__dict__.update({name: plain(getattr(self, name)) for name in _READ_ONLY})
         return own
 
     def replace_mixers(self, mixers: dict[str, dict]):
@@ -170,7 +174,7 @@ class MemMixConfig(PreTrainedConfig):
         super().__delattr__(name)
 
     def _is_fixed(self, name: str) -> bool:
-        return name in ("mixer_types", "mixers") and self._is_frozen
+        return name in _READ_ONLY and self._is_frozen
 
     @property
     def memory_layers(self) -> list[int]:
@@ -186,7 +190,9 @@ class MemMixConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()
-        return fields | {name: plain(fields[name]) for name in ("mixer_types", "mixers") if name in fields}
+        if fields.get("attention_without_rope") is None:  # most models do not need it
+            fields.pop("attention_without_rope", None)
+        return fields | {name: plain(fields[name]) for name in _READ_ONLY if name in fields}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -246,11 +252,15 @@ _FIXED = (
     "{name} cannot be changed: a model was built from this configuration and would not follow. Call"
     " model.set_mixer_options(...), or build a model from memmix_config(config, mixer_types=[...], mixers={{...}})"
 )
-_OWN_FIELDS = ("backbone_model_type", "mixer_types", "mixers")
+_READ_ONLY = ("mixer_types", "mixers", "attention_without_rope")
+_OWN_FIELDS = ("backbone_model_type", *_READ_ONLY)
 
 
 def memmix_config(
-    backbone_config: PreTrainedConfig, mixer_types: Sequence[str] | None = None, mixers: dict[str, dict] | None = None
+    backbone_config: PreTrainedConfig,
+    mixer_types: Sequence[str] | None = None,
+    mixers: dict[str, dict] | None = None,
+    attention_without_rope: list[int] | None = None,
 ) -> MemMixConfig:
     """The configuration of `backbone_config`'s model with mixers in place of attention.
 
@@ -258,6 +268,7 @@ def memmix_config(
         backbone_config: configuration of a transformers decoder, or of a memmix model, whose mixers are ignored.
         mixer_types: one entry per layer, "attention" or the name of a mixer; None means attention in all layers.
         mixers: options by the name of the mixer.
+        attention_without_rope: see `MemMixConfig`.
 
     Raises:
         ValueError: as in `MemMixConfig`.
@@ -269,7 +280,7 @@ def memmix_config(
     for name in ("architectures", "auto_map", "model_type", NAME_OF_WEIGHTS):
         fields.pop(name, None)
     kinds = [ATTENTION] * backbone_config.num_hidden_layers if mixer_types is None else list(mixer_types)
-    own = {"mixer_types": kinds, "mixers": mixers}
+    own = {"mixer_types": kinds, "mixers": mixers, "attention_without_rope": attention_without_rope}
     return config_class_for(backbone_config.model_type).from_dict({**fields, **own})
 
 
@@ -301,6 +312,24 @@ def lora_target_modules(model_or_config) -> list[str]:
     mixers = [MIXERS[kind] for kind in config.mixer_types if kind != ATTENTION]
     kept = {"q_proj", "v_proj"} if ATTENTION in config.mixer_types else set()
     return sorted(kept.union(*(mixer.lora_targets for mixer in mixers)))
+
+
+def check_without_rope(config: PreTrainedConfig, kinds: list[str]):
+    """Raise ValueError if a layer of `attention_without_rope` has no attention that rotates its queries and keys."""
+    layers = config.attention_without_rope
+    if layers is None:
+        return
+    name = f"attention_without_rope={layers!r}"
+    if not all(type(layer) is int for layer in layers) or len(set(layers)) != len(layers):
+        raise UserError(f"{name} must be a list of different layer indices")
+    if backbone_of(config).rotary is None:
+        raise UserError(f"{name}, but {family_name(config)!r} has no rotary embeddings; leave it out")
+    for layer in layers:
+        if not 0 <= layer < len(kinds) or kinds[layer] != ATTENTION:
+            kept = [i for i, kind in enumerate(kinds) if kind == ATTENTION]
+            raise UserError(f"{name}, but layer {layer} is no attention layer; these are {kept}")
+        if not layer_rotates(config, layer):
+            raise UserError(f"{name}, but the attention of layer {layer} has no rotary embeddings; leave it out")
 
 
 _SIZES = {

@@ -49,6 +49,17 @@ def check_packed_mask(layer: nn.Module, args, kwargs):
         )
 
 
+def without_rotation(attention: nn.Module, args, kwargs):
+    """Hook of an attention whose queries and keys stay as they are: all of its rotary angles become zero."""
+    if kwargs.get("position_embeddings") is None:
+        raise ValueError(
+            f"{type(attention).__name__} does not receive its rotary embeddings by name, so it cannot do without them:"
+            " leave attention_without_rope out"
+        )
+    cos, sin = kwargs["position_embeddings"]
+    return args, {**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+
 @contextmanager
 def separate_documents(layers: Iterable[nn.Module], boundaries: Tensor | None) -> Iterator[None]:
     """Inside this context, the decoder layers of a transformer without mixers raise ValueError if packed documents

@@ -10,7 +10,7 @@ from ._transformers import fp32_patterns_of
 from .backbones import backbone_of
 from .errors import UserError
 from .frozen import plain
-from .layout_hooks import check_packed_mask, pass_layout
+from .layout_hooks import check_packed_mask, pass_layout, without_rotation
 from .mixers import ATTENTION, MIXERS, MemoryMixer, new_layer
 
 
@@ -51,6 +51,9 @@ def swap_attention(base: nn.Module, config):
             layers[i].register_forward_pre_hook(pass_layout, with_kwargs=True)
         else:
             layers[i].register_forward_pre_hook(check_packed_mask, with_kwargs=True)
+        if i in (config.attention_without_rope or ()):
+            attention = getattr(layers[i], attention_name(base, i))
+            attention.register_forward_pre_hook(without_rotation, with_kwargs=True)
 
 
 def swap_feed_forward(base: nn.Module, config):

@@ -116,6 +116,9 @@ WRONG = {
         ([*FROM, *OUT, "--trained", "{none}"], NO_MODEL),
         ([*FROM, *OUT, "--option", "x"], "is not NAME=VALUE"),
         ([*FROM, *OUT, "--context", "0"], "should be greater than or equal to 1"),
+        ([*FROM, *OUT, "--keep-without-rope", "x"], "--keep-without-rope is 'x'"),
+        ([*FROM, *OUT, "--keep-without-rope", "all"], "no layer keeps its attention"),
+        ([*FROM, *OUT, "--keep-layers", "1", "--keep-without-rope", "1-2"], "layers [2]"),
     ],
     "import-hmf": [(["{none}", "{new}"], NO_MODEL), ([TEACHER, "{full}"], "exists and is not empty")],
     "align": [*TRAINING, ([*PAIR, *TEXT, *OUT, "--spool", "{new}"], "belongs to --stream")]

@@ -19,6 +19,7 @@ _FIELDS = (
     "sliding_window",
     "rope_parameters",
     "mixer_types",
+    "attention_without_rope",
     "feed_forward",
 )
 

@@ -42,6 +42,10 @@ def convert(
     ] = None,
     keep_layers: KeepLayers = None,
     keep_count: KeepCount = None,
+    keep_without_rope: Annotated[
+        str | None,
+        typer.Option(help='Kept layers that lose their rotary embeddings: "all" or, by index, "0-3,8".'),
+    ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixers and layers.")] = None,
     trained: Annotated[
         list[Path] | None,
@@ -77,6 +81,8 @@ def convert(
     options = _parse_options(option or [])
     teacher, trained = given_model(teacher), [given_model(folder) for folder in trained or []]
     arguments, aligned = _choice(mixer, layers, chosen, plan, layers_of(teacher))
+    if keep_without_rope is not None:
+        arguments["keep_without_rope"] = _without_rope(keep_without_rope, arguments, layers_of(teacher))
     if trained:
         aligned = None
     with library():
@@ -249,6 +255,18 @@ def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, nu
     keep = "none" if chosen is None else chosen
     layers_to_keep(keep, num_layers)
     return {"mixer": "gka" if mixer is None else mixer, "keep": keep}, None
+
+
+def _without_rope(choice: str, arguments: dict, num_layers: int) -> list[int]:
+    """The layers of --keep-without-rope. `arguments`: what `convert_model` gets for the layers."""
+    from hf_memmix.conversion.layer_choice import layers_to_keep, layers_without_rope
+    from hf_memmix.mixer_names import ATTENTION
+
+    if "layers" in arguments:
+        kept = [layer for layer, kind in enumerate(arguments["layers"]) if kind == ATTENTION]
+    else:
+        kept = layers_to_keep(arguments["keep"], num_layers)
+    return layers_without_rope(choice, kept, num_layers, "--keep-without-rope")
 
 
 def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained: list) -> dict:

@@ -39,8 +39,13 @@ def select_greedy(args) -> None:
     args: the options of `memmix select`, checked. The measurements stay in a file beside the plan: an interrupted
         search continues, and another number of kept layers needs few new measurements.
     """
+    from hf_memmix.conversion.layer_choice import LayerChoice
+
+    layers = layers_of(args.folder)
+    count = (args.kept or LayerChoice.counted("0.25")).number(layers)
+    if count == layers:
+        raise UserError(f"--keep-count keeps all {layers} layers, so nothing is left to convert; keep fewer")
     with library():
-        from hf_memmix.conversion import LayerChoice
         from hf_memmix.conversion.from_attention import start_of
         from hf_memmix.conversion.hashes import teacher_hash
         from hf_memmix.conversion.layer_plan import write_plan
@@ -51,10 +56,6 @@ def select_greedy(args) -> None:
 
     kind = "gka" if args.mixer is None else args.mixer
     start_of(kind)
-    layers = layers_of(args.folder)
-    count = (args.kept or LayerChoice.counted("0.25")).number(layers)
-    if count == layers:  # refused before minutes of work
-        raise UserError(f"--keep-count keeps all {layers} layers, so nothing is left to convert; keep fewer")
     window = WINDOW if args.window is None else args.window
     file = args.out_file.with_suffix(SEARCH_ENDING)
     with run_lock(file):

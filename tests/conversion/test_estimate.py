@@ -8,7 +8,8 @@ from transformers import DynamicCache
 
 from cli_runner import memmix, result_of
 from hf_memmix.cache import RecurrentStateCache
-from hf_memmix.conversion import convert_model
+from hf_memmix.cache.identity import check_same_model, fingerprint
+from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.convert import save_student
 from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.conversion.families import FAMILIES
@@ -111,6 +112,34 @@ def test_command_needs_config_alone_and_writes_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["teacher"]
     run = memmix("convert", "--teacher", tmp_path / "teacher")
     assert run.exit_code == 1 and "--out" in run.output
+
+
+def test_options_of_recipes_are_planned_saved_and_loaded(tmp_path):
+    """The dry run counts what the student has, and the loaded student computes and generates the same."""
+    teacher, ids = tiny_teacher("qwen2", layers=4), torch.randint(3, 64, (2, 9))
+    options = {"local_window": 5, "unshare_kv_heads": True, "qk_norm": "head"}
+    arguments = {"mixers": {"gka": options, "window": {"output_gate": True}}, "keep_without_rope": [1]}
+    student = convert_model(teacher, "gka", [1, 2], **arguments)
+    planned = estimate(on_meta(tmp_path, teacher), "gka", [1, 2], (64,), **arguments)
+    assert planned["parameters"]["student"] == student.num_parameters()
+    assert planned["counts"] == student.conversion_report.counts()
+    plain = estimate(on_meta(tmp_path, teacher), "gka", [1, 2], (64,), mixers={"gka": {"local_window": 5}})
+    # keys and values for four heads in place of two, in two layers: weight and bias of each; norms; the gate
+    unshared, gate = 2 * 2 * 2 * 8 * (32 + 1), 2 * 32 * 32
+    more = planned["parameters"]["student"] - plain["parameters"]["student"]
+    assert more == unshared + gate + 2 * 2 * 8 + 2 * 2 * 2 * 8 * 4  # taps of the convolutions of k and v
+    save_student(student, tmp_path / "student")
+    loaded = load_model(tmp_path / "student")
+    assert loaded.config.attention_without_rope == [1]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, student(ids).logits)
+        rotated = convert_model(teacher, "gka", [1, 2], mixers=arguments["mixers"])
+        assert not torch.allclose(rotated(ids).logits, student(ids).logits)
+        tokens = loaded.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        again = student(tokens).logits.argmax(-1)
+    assert torch.equal(again[:, 8:-1], tokens[:, 9:])
+    with pytest.raises(ValueError, match="attention_without_rope"):
+        check_same_model(fingerprint(student.config), rotated.config)
 
 
 def test_report_is_saved_beside_the_student_and_printed_by_kind(tmp_path):

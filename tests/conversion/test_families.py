@@ -104,7 +104,19 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, optio
         check_projections(teacher, layer, recorder)
 
 
-def check_projections(teacher, layer, recorder):
+@every_third("model_type", sorted(name for name, row in FAMILIES.items() if row.rotary is not None))
+def test_kept_layers_without_rope_have_plain_queries_and_keys(model_type, recorder):
+    """Of one of two kept layers, after the norms; the other one rotates as in the teacher."""
+    teacher = tiny_teacher(model_type, layers=4)
+    still, rotating = (0, 1) if layer_rotates(teacher.config, 0) else (1, 0)
+    student = convert_model(teacher, "gka", keep=[0, 1], keep_without_rope=[still])
+    assert student.config.attention_without_rope == [still]
+    for layer in (still, rotating):
+        recorder.clear()
+        check_projections(student, layer, recorder, rotated=layer == rotating)
+
+
+def check_projections(teacher, layer, recorder, rotated=True):
     seen = run_recorded(teacher, layer)
     weights = extract_attention(teacher, layer)
     query, key, value, mixed = recorder[layer]
@@ -120,10 +132,10 @@ def check_projections(teacher, layer, recorder):
     v = project("v", weights.num_kv_heads)
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(v.transpose(1, 2), value, **close)
-    if weights.rotary is not None and layer_rotates(teacher.config, layer):
+    if rotated and weights.rotary is not None and layer_rotates(teacher.config, layer):
         q, k = (rotate(x, *seen["rotary"], weights.rotary) for x in (q, k))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
-    if FAMILIES[teacher.config.model_type].norm_last:  # only position 0 commutes
+    if family_of(teacher.config).norm_last:  # only position 0 commutes
         q, k, query, key = (x[:, :, :1] for x in (q, k, query, key))
     # scores, not q and k: they do not depend on the order of a head's channels
     groups = weights.num_heads // weights.num_kv_heads

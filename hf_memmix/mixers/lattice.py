@@ -121,9 +121,6 @@ class LatticeMixer(HeadsMixer):
     input_layers = (*HeadsMixer.input_layers, "gamma_proj", "f_proj")
     head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")
     gate_activation = "gelu"
-    # whether ENC has v of unit norm and steps of at most ENC_STEP; an experiment turns this off to measure the paper's
-    # form, training/experiments/common/baselines.py
-    stabilises_enc = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -150,7 +147,7 @@ class LatticeMixer(HeadsMixer):
         tokens["gamma"] = self._step_size(x, products)
         if options["use_forget_gate"]:
             tokens["log_decay"] = F.logsigmoid(at_least_fp32(products["f_proj"]))
-        if options["variant"] == "enc" and self.stabilises_enc:
+        if options["variant"] == "enc":
             # with projection, a forget gate has the effect of a larger step
             gated = options["use_forget_gate"] and options["project"]
             mu = tokens["log_decay"].exp() if gated else torch.ones_like(tokens["gamma"])
@@ -247,7 +244,7 @@ class LatticeMixer(HeadsMixer):
 
     def _own_heads(self, q, k, v):
         """q, k and v with one head of k and v per query head; in ENC v has unit norm."""
-        if self.plain["variant"] == "enc" and self.stabilises_enc:
+        if self.plain["variant"] == "enc":
             v = unit_heads(v, None, None, UNIT_EPS)
         # every query head has its own memory
         if k.shape[2] != self.heads:

@@ -1,7 +1,5 @@
 """The baselines of the comparisons: their recurrences are those of their papers, and they are exact in any split."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -9,13 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_memmix import memmix_config
 from hf_memmix.mixers import GKAOptions
 from hf_memmix.swap import memory_mixers
-from hf_memmix.training.experiments.baselines import language as baselines_language
-from hf_memmix.training.experiments.baselines import report as baselines_report
-from hf_memmix.training.experiments.common import language
 from hf_memmix.training.experiments.common.baselines import GLAOptions
-from hf_memmix.training.experiments.common.fit import EQUAL_MEMORY
-from hf_memmix.training.experiments.common.report import memory_text
-from hf_memmix.training.experiments.results import read
 
 
 def model(mixer: str, **options):
@@ -51,7 +43,6 @@ def test_it_is_gka_whose_blend_ignores_the_solution():
         ("gla", {}),
         ("gla", {"use_v_conv": False}),
         ("gdn", {}),
-        ("enc-as-written", {}),
         ("linear", {"decay": True, "use_v_conv": True}),
         ("mamba2-no-vconv", {"head_dim": 8, "state_size": 8}),
     ],
@@ -132,70 +123,3 @@ def test_mamba2_without_a_convolution_of_x_convolves_b_and_c_only():
     torch.testing.assert_close(convolved[..., features:], expected[..., features:])
     torch.testing.assert_close(state, expected_state[:, features:])
     assert mixer.state_shapes(1)["conv"][0] == (1, 16, 3)
-
-
-@pytest.mark.parametrize(
-    "name,inputs",
-    [
-        ("gla", "q, k, v"),
-        ("gla-no-vconv", "q, k"),
-        ("linear-decay", "q, k"),
-        ("linear-decay-vconv", "q, k, v"),
-        ("mamba2-equal", "q, k, v"),
-        ("mamba2-no-vconv-equal", "q, k"),
-    ],
-)
-def test_the_table_says_what_a_model_convolves(name, inputs):
-    assert memory_text(read("baselines_language")["settings"], name) == ("16,384", inputs)
-
-
-@torch.no_grad()
-def test_enc_as_written_has_values_and_steps_without_limits():
-    (written, x), (limited, _) = (
-        one_mixer("enc-as-written", gamma_max=4.0),
-        one_mixer("lattice", variant="enc", gamma_max=4.0),
-    )
-    limited.load_state_dict(written.state_dict())
-    for mixer, is_limited in ((written, False), (limited, True)):
-        tokens = mixer.project(x, None)
-        v = mixer.heads_for_memory(tokens["q"], tokens["k"], tokens["v"], tokens)[2]
-        sizes = torch.linalg.vector_norm(v, dim=-1)
-        assert torch.allclose(sizes, torch.ones_like(sizes), atol=1e-5) == is_limited
-        assert (tokens["gamma"].max() <= 1.5) == is_limited
-
-
-def test_the_plot_groups_models_by_their_memory(tmp_path):
-    results = read("baselines_language")
-    kinds = {name: baselines_report.size_of_memory(results["settings"], name) for name in baselines_language.COMPARED}
-    assert kinds["transformer"] == "grows with the context" and kinds["coffee"] == "smaller"
-    assert [name for name, kind in kinds.items() if kind == "larger"] == ["gka", "mamba2", "gka-no-vconv"]
-    assert all(kinds[name] == "as large as Lattice's" for name in ("dec", "gdn", "gla", *EQUAL_MEMORY))
-    plot = tmp_path / "plot.png"
-    baselines_report.plot_language(results, plot)
-    assert plot.stat().st_size > 10_000
-
-
-def test_the_warm_up_is_that_of_the_settings(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(
-        baselines_language, "train_language_model", lambda row, args, mixer, options, **given: seen.update(given)
-    )
-    baselines_language.run({"model": "gla"}, SimpleNamespace(warmup_steps=7))
-    assert seen == {"warmup_steps": 7} and read("baselines_language")["settings"]["warmup_steps"] == 150
-
-
-def test_every_model_runs_with_three_seeds_at_the_best_rate():
-    args = SimpleNamespace(contexts=[512], models=["gla"], lrs=[4e-3, 8e-3])
-    tried = [{"model": "gla", "context": 512, "lr": lr, "seed": 0} for lr in (4e-3, 8e-3, 16e-3)]
-    done = [{**row, "finite": True, "dev_loss": abs(row["lr"] - 8e-3)} for row in tried]
-    rows = language.rows_to_run(done, args, baselines_language.SEEDS)
-    assert [(row["lr"], row["seed"]) for row in rows[3:]] == [(8e-3, 0), (8e-3, 1), (8e-3, 2)]
-
-
-def test_groups_of_models_run_one_after_another():
-    args = SimpleNamespace(contexts=[512], models=["dec-vconv", "mamba2-equal", "gla", "gka"], lrs=[4e-3])
-    done = [{"model": "gka", "context": 512, "lr": 4e-3, "seed": 0, "finite": True, "dev_loss": 1.0}]
-    rows = [(row["model"], row["seed"]) for row in baselines_language.rows_by_importance(done, args)]
-    waiting = [row for row in rows if row != ("gka", 0)]
-    assert waiting == [("gla", 0), ("gka", 1), ("gka", 2), ("mamba2-equal", 0), ("dec-vconv", 0)]
-    assert set(baselines_language.COMPARED) == set(baselines_language.Options.models)

@@ -11,64 +11,39 @@ from typer.testing import CliRunner
 
 from hf_memmix.training.experiments import report
 from hf_memmix.training.experiments.baselines import language as baselines_language
-from hf_memmix.training.experiments.coffee import ih0, images, pixels, tables
 from hf_memmix.training.experiments.coffee import language as coffee_language
-from hf_memmix.training.experiments.common import language, text
+from hf_memmix.training.experiments.common import harness, language
 from hf_memmix.training.experiments.common.harness import load_results, matches
-from hf_memmix.training.experiments.conversion import context_use, kept_layers, starts
-from hf_memmix.training.experiments.conversion import table as conversion_table
+from hf_memmix.training.experiments.conversion import starts
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
-from hf_memmix.training.experiments.echo import mqar, scratchpad, transfer
-from hf_memmix.training.experiments.gka import figure3a, recall, solvers, variants
-from hf_memmix.training.experiments.gka_vision import batch_norm, digits, throughput
+from hf_memmix.training.experiments.echo import transfer
+from hf_memmix.training.experiments.gka import recall, variants
+from hf_memmix.training.experiments.gka_vision import digits
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
-from hf_memmix.training.experiments.lattice import as_written
 from hf_memmix.training.experiments.lattice import language as lattice_language
-from hf_memmix.training.experiments.mixtures import mixtures
-from hf_memmix.training.experiments.recall_teacher import corpus, distillation_rows, grid, teacher
+from hf_memmix.training.experiments.recall_teacher import grid
 from hf_memmix.training.experiments.results import path_of
-from hf_memmix.training.experiments.several_gpus import compare_launches
 
 FOLDER = Path(report.__file__).parent
-# experiment: its module, and the one that calls the harness
+PACKAGE = "hf_memmix.training.experiments"
+# experiments by the names of their results, and the file of results if it has another name
 HARNESSED = {
-    "lattice_language": (lattice_language, language),
-    "coffee_language": (coffee_language, language),
-    "baselines_language": (baselines_language, language),
-    "lattice_ablation": (lattice_ablation, lattice_ablation),
-    "enc_as_written": (as_written, as_written),
-    "recall": (recall, recall),
-    "gka_figure3a": (figure3a, figure3a),
-    "gka_solvers": (solvers, solvers),
-    "gka_vision_digits": (digits, digits),
-    "echo_transfer": (transfer, transfer),
-    "echo_ablation": (echo_ablation, echo_ablation),
-    "echo_mqar": (mqar, mqar),
-    "conversion_table": (conversion_table, conversion_table),
-    "init_table": (starts, starts),
-    "compare_plans": (kept_layers, kept_layers),
-    "mixtures": (mixtures, mixtures),
-    "recall_grid": (grid, grid),
+    "lattice_language": (lattice_language, None),
+    "coffee_language": (coffee_language, None),
+    "baselines_language": (baselines_language, None),
+    "lattice_ablation": (lattice_ablation, None),
+    "recall": (recall, None),
+    "gka_variants": (variants, "gka_variants_text"),
+    "gka_vision_digits": (digits, "digits"),
+    "echo_transfer": (transfer, None),
+    "echo_ablation": (echo_ablation, None),
+    "init_table": (starts, None),
+    "recall_grid": (grid, "grid"),
 }
-FILES = {"gka_vision_digits": "digits", "recall_grid": "grid"}  # the other files have the names of their experiments
-SCRIPTS = [
-    *(module for module, _ in HARNESSED.values()),
-    ih0,
-    images,
-    tables,
-    variants,
-    pixels,
-    throughput,
-    batch_norm,
-    scratchpad,
-    text,
-    compare_launches,
-    context_use,
-    corpus,
-    teacher,
-    distillation_rows,
-    report,
-]
+MODULES = {
+    ".".join([PACKAGE, *file.relative_to(FOLDER).with_suffix("").parts]): file for file in sorted(FOLDER.rglob("*.py"))
+}
+SCRIPTS = [name for name, file in MODULES.items() if "\n    typer.run(main)\n" in file.read_text()]
 
 
 def invoke(module, *command):
@@ -77,40 +52,39 @@ def invoke(module, *command):
     return CliRunner().invoke(app, [str(part) for part in command])
 
 
-@pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__.partition("experiments.")[2])
-def test_help(module):
-    result = invoke(module, "--help")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name):
+    result = invoke(importlib.import_module(name), "--help")
     assert result.exit_code == 0 and "--" in result.output
 
 
 @pytest.fixture(params=HARNESSED)
 def given(request, tmp_path, monkeypatch):
     """What the command of an experiment gives to the harness if it is called with its default options."""
-    module, caller = HARNESSED[request.param]
+    module, file = HARNESSED[request.param]
     seen = []
-    monkeypatch.setattr(caller, "execute", lambda *given, **about: seen.append(given) or {"rows": []})
+    monkeypatch.setattr(harness, "execute", lambda *given, **about: seen.append(given))
     for imported in ("describe_training_text", "text_record", "load_digits"):
-        monkeypatch.setattr(caller, imported, lambda path: {}, raising=False)
+        for where in (module, language):
+            monkeypatch.setattr(where, imported, lambda path: {}, raising=False)
     needed = [option for option in ("text", "teacher", "data", "images") if option in module.main.__annotations__]
     paths = [part for option in needed for part in (f"--{option}", tmp_path / "text.npy")]
-    command = ["--out", tmp_path / "new.json", *paths]
-    result = invoke(module, *command)
+    result = invoke(module, "--out", tmp_path / "new.json", *paths)
     assert result.exit_code == 0, result.output
     (given,) = seen
     assert given[0] == request.param and Path(given[1]) == Path(module.__file__) and callable(module.run)
-    return given
+    return *given, json.loads(path_of(file or request.param).read_text())
 
 
 def test_the_options_are_the_settings_of_the_committed_results(given):
     """By name, so that a run can be resumed; values may have been given by hand. Lists are repeated options."""
-    name, _, args, _ = given
-    committed = json.loads(path_of(FILES.get(name, name)).read_text())["settings"]
-    assert load_results(args, name)["settings"].keys() == committed.keys()
+    name, _, args, _, committed = given
+    assert load_results(args, name)["settings"].keys() == committed["settings"].keys()
 
 
 def test_rows_are_planned_at_every_stage(given):
     """Before the first row; after rows that failed, in training or in measuring; and after all committed rows."""
-    name, _, args, rows_to_run = given
+    _, _, args, rows_to_run, committed = given
     first = rows_to_run([], args)
     assert first
     stages = {
@@ -118,7 +92,7 @@ def test_rows_are_planned_at_every_stage(given):
         "after an error": [row | {"error": "no memory"} for row in first],
         "without a measurement": [row | {"finite": True, "error": "no memory"} for row in first],
         "after a loss that is not finite": [row | {"finite": False} for row in first],
-        "at the end": json.loads(path_of(FILES.get(name, name)).read_text())["rows"],
+        "at the end": committed["rows"],
     }
     for stage, done in stages.items():
         rows = rows_to_run(done, args)
@@ -137,16 +111,14 @@ def test_no_experiment_imports_the_script_of_another():
 
     `bundled/`, which makes texts and models, is shared, too.
     """
-    prefix = "hf_memmix.training.experiments"
-    found = [file for file in FOLDER.glob("*/*.py") if file.parent.name not in ("bundled", "tables")]
-    files = {f"{prefix}.{file.parent.name}.{file.stem}": file for file in found}
-    scripts = {name for name, file in files.items() if "typer.run(main)" in file.read_text()}
-    scripts.remove(f"{prefix}.common.text")  # a module that all share, with a command to tokenise a text
-    assert len(scripts) >= 13
+    shared = ("bundled", "tables")
+    files = {name: file for name, file in MODULES.items() if file.parent != FOLDER and file.parent.name not in shared}
+    # common.text is a module that all share, with a command to tokenise a text
+    scripts = {*SCRIPTS} & files.keys() - {f"{PACKAGE}.common.text"}
     wrong = []
     for importer, file in files.items():
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and within(node.module, prefix):
+            if isinstance(node, ast.ImportFrom) and within(node.module, PACKAGE):
                 targets = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
                 rooms = {name.split(".")[3] for name in targets if name in files}
                 if not rooms <= {file.parent.name, "common"} or (importer in scripts and scripts & set(targets)):
@@ -158,17 +130,12 @@ def within(name, package):
     return name is not None and (name == package or name.startswith(package + "."))
 
 
-def test_every_result_has_a_report():
-    for name in HARNESSED:
-        assert name in report.EXPERIMENTS
-    found = json.loads(path_of("recall").read_text())
-    assert report.report([found]) == report.EXPERIMENTS["recall"].table(found)
-    with pytest.raises(ValueError, match="coffee_ih0 has no table"):
-        report.report([json.loads(path_of("coffee_ih0").read_text())])
+def test_every_result_has_a_table():
+    assert HARNESSED.keys() <= report.TABLES.keys()
+    with pytest.raises(ValueError, match="none of 'tea'"):
+        report.shown(report.TABLES, [{"experiment": "tea"}])
 
 
-def test_every_module_imports():
-    for file in sorted(FOLDER.rglob("*.py")):
-        importlib.import_module(
-            ".".join(["hf_memmix.training.experiments", *file.relative_to(FOLDER).with_suffix("").parts])
-        )
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_imports(name):
+    importlib.import_module(name)

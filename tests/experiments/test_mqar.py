@@ -29,15 +29,6 @@ def test_layout():
     assert (ids[rest.scatter(1, positions, False)] == 0).all(), "no answer enters the input"
 
 
-def test_noise_fills_the_rest_and_nothing_else():
-    with_noise, without = draw(), draw(random_non_queries=False)
-    assert torch.equal(with_noise.positions, without.positions) and torch.equal(with_noise.values, without.values)
-    kept = without.ids != 0
-    assert torch.equal(with_noise.ids[kept], without.ids[kept])
-    noise = with_noise.ids[~kept].float()
-    assert abs(noise.mean() / (VOCAB / 2) - 1) < 0.1 and noise.max() > 0.98 * VOCAB
-
-
 def test_slots_follow_the_power_law():
     """One pair: the frequency of slot s is a s^(a - 1) up to its sum."""
     generator = torch.Generator().manual_seed(0)

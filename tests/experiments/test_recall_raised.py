@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-import typer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
@@ -43,17 +41,3 @@ def test_slots_forget_half_of_their_content_in_the_half_lives_of_lattice(tiny):
     halves = 2 * math.log(2) / angles
     torch.testing.assert_close(halves[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
     assert raised.GATES.search("gamma_proj.bias") and not raised.GATES.search("g_proj.bias")
-
-
-def test_an_unknown_layout_is_refused_before_anything_is_read(tmp_path):
-    missing = tmp_path / "missing"
-    with pytest.raises(typer.BadParameter, match="'gka, short' is unknown; choose from .*gka, long"):
-        raised.main(missing, missing, missing, layout="gka, short")
-
-
-def test_twice_the_heads_cost_weights():
-    shape = {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}
-    one = LlamaForCausalLM(LlamaConfig(vocab_size=8, intermediate_size=8, num_hidden_layers=1, **shape))
-    counts = [sum(p.numel() for p in convert_model(one, name).parameters()) for name in ("gla", "gla-wide")]
-    # the README: 31.7M weights where GLA has 24.5M
-    assert round(12 * (counts[1] - counts[0]) / 1e6, 1) == 7.2

@@ -1,10 +1,7 @@
 """The recall teacher: drills, optimizer, probes, the control with windows, and the grid's rows and tables."""
 
-import copy
 import math
 import random
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -14,7 +11,6 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
-from hf_memmix.swap import memory_mixers
 from hf_memmix.training import drills
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
@@ -22,19 +18,7 @@ from hf_memmix.training.experiments.bundled import drill_batches
 from hf_memmix.training.experiments.bundled.language_model import without_masks
 from hf_memmix.training.experiments.bundled.muon import Muon, orthogonal
 from hf_memmix.training.experiments.common.fit import fit
-from hf_memmix.training.experiments.recall_teacher import (
-    corpus,
-    grid,
-    kept_weights,
-    probing,
-    raised_report,
-    report,
-    students,
-    teacher,
-    team,
-    texts,
-)
-from hf_memmix.training.experiments.recall_teacher.team import Team
+from hf_memmix.training.experiments.recall_teacher import grid, probing, teacher, texts
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +75,6 @@ def test_pairs_of_any_tokens_leave_out_unseen_words_and_pieces_leave_out_nothing
     assert seen[drills.pieces_again] & shut
 
 
-def test_more_pieces_take_the_place_of_pairs(material, monkeypatch):
-    made = []
-    for name, (make, share) in drills.DRILLS.items():
-        noted = lambda *args, name=name, make=make: (made.append(name), make(*args))[1]  # noqa: E731
-        monkeypatch.setitem(drills.DRILLS, name, (noted, share))
-    for seed in range(20):
-        drills.row_of(material, 600, random.Random(seed), more_pieces=drills.DRILLS["pairs"][1])
-    assert "pairs" not in made
-    assert "pieces" in made
-
-
 def test_a_piece_that_comes_again_is_known_from_its_last_token(material):
     for seed in range(12):
         ids, spans = drills.pieces_again(material, 300, random.Random(seed))
@@ -156,37 +129,6 @@ def test_muon_steps_downhill_and_refuses_vectors():
         Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
-def test_a_team_averages_gradients_and_follows_the_first_clock(monkeypatch):
-    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 4.0)
-    alone = Team()
-    alone.average(parameters)
-    assert alone.rank == 0 and alone.clock(0.5) == 0.5 and all((p.grad == 4).all() for p in parameters)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(team.dist, "all_reduce", lambda flat: flat.add_(2.0))  # the other one has gradients of 2
-    monkeypatch.setattr(team.dist, "broadcast", lambda shared, source: shared.fill_(0.25))
-    second = Team()
-    second.average(parameters)
-    assert second.rank == 1 and second.clock(0.5) == 0.25 and all((p.grad == 3).all() for p in parameters)
-
-
-def test_a_kept_teacher_comes_back_exactly(tiny, tokenizer, tmp_path):
-    model = copy.deepcopy(tiny)
-    teacher.save(model, tokenizer, tmp_path / "teacher")
-    kept_weights.keep(model, tmp_path / "teacher", tmp_path / "teacher.bin")
-    kept_weights.unpack(tmp_path / "teacher.bin", tmp_path / "again")
-    again = load_model(tmp_path / "again", dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
-        before = tiny.state_dict()[name]
-        assert (tensor - before).norm() < 0.05 * before.norm()
-    size = (tmp_path / "teacher.bin").stat().st_size
-    assert 0.5 * model.num_parameters() < size < 0.8 * model.num_parameters()
-    assert (tmp_path / "again" / "tokenizer.json").exists()
-
-
 def test_attention_without_masks_is_the_same(tiny):
     ids = torch.randint(100, 2000, (2, 40), generator=torch.Generator().manual_seed(0))
     student = convert_model(tiny, layers={"gka": [0, 5], "attention": "rest"}).eval()
@@ -205,13 +147,6 @@ def test_the_loss_of_answers_counts_answers_only():
     text, answers = teacher.losses(hidden, head, ids, weights, text=1)
     assert answers < 1e-3
     torch.testing.assert_close(text, torch.tensor(4.0).log())
-
-
-def test_the_rate_rises_then_falls_with_the_time():
-    assert teacher.rate(0, 0.0) == pytest.approx(1 / teacher.WARM_UP)
-    assert teacher.rate(5000, teacher.FLAT) == 1
-    assert teacher.rate(5000, 0.7) == pytest.approx(0.5)
-    assert 0 < teacher.rate(5000, 1.0) < 0.05
 
 
 def test_mqar_asks_every_pair_once_at_its_length(probes):
@@ -253,21 +188,6 @@ def test_the_gate_needs_all_probes():
 @pytest.fixture(scope="module")
 def tiny():
     return load_model(asset_path("tiny_teacher"), dtype=torch.float32).eval()
-
-
-def test_a_window_over_the_whole_text_is_the_attention(tiny):
-    ids = torch.arange(40)[None] + 100
-    with torch.no_grad():
-        expected = tiny(ids, use_cache=False).logits
-        wide = convert_model(tiny, "window", window=40)(ids, use_cache=False).logits
-        narrow = convert_model(tiny, "window", window=8)
-        torch.testing.assert_close(wide, expected, atol=2e-4, rtol=1e-4)
-        # with windows of 8, a layer sees 7 tokens back, so the first token cannot reach token 43 of 6 layers
-        ids = torch.arange(60)[None] + 100
-        other = torch.cat([ids[:, :1] + 500, ids[:, 1:]], 1)
-        ours, changed = narrow(ids, use_cache=False).logits, narrow(other, use_cache=False).logits
-    torch.testing.assert_close(ours[:, 43:], changed[:, 43:])
-    assert not torch.allclose(ours[:, 7], changed[:, 7], atol=1e-3)
 
 
 ARGS = SimpleNamespace(layouts=(*grid.LAYOUTS, *grid.MIXTURES), seed_list=(0, 1))
@@ -315,18 +235,6 @@ def test_a_mixture_waits_for_the_mixers_of_its_seed_and_spends_the_bytes_of_one(
     assert set(found["echo"]) == {"mamba2", "ska"}
 
 
-def test_long_half_lives_reach_every_head(tiny):
-    for name, start in grid.START_DECAY.items():
-        if name == "lattice":
-            continue  # it has no decay: test_recall_raised.py
-        student = convert_model(tiny, name)
-        mixer = next(iter(memory_mixers(student).values()))
-        start(mixer, (16.0, 4096.0))
-        # a rate r per token keeps exp(-r): of dt_bias for gka and gla, of A_log and dt = 1 for mamba2
-        rate = mixer.A_log.exp() * torch.nn.functional.softplus(mixer.dt_bias)
-        torch.testing.assert_close(math.log(2) / rate[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
-
-
 def changed(before: dict, after: dict) -> set[str]:
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
@@ -372,82 +280,3 @@ def test_kept_layers_are_spread_or_have_the_highest_scores():
     assert grid.kept_layers(6, "uniform", {}, 12) == [1, 3, 5, 7, 9, 11]
     ranking = {"layers": [{"layer": i, "rank": 12 - i} for i in range(12)]}
     assert grid.kept_layers(3, "select", ranking, 12) == [9, 10, 11]
-
-
-def student(layout, keep, seed, exact):
-    row = {"stage": "distill", "layout": layout, "keep": keep, "how": "uniform", "seed": seed, "finite": True}
-    row |= {f"{text}_{name}": 1.1 for text in ("heldout", "domain") for name in ("ppl_ratio", "kl", "top1_agreement")}
-    tasks = [recall(task, length, exact) for task in probing.PROBES for length in (512, 1024)]
-    return row | {"state_bytes": 2048, "recall": tasks}
-
-
-def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
-    rows = [student("gka", 0, 0, 0.6), student("gka", 0, 1, 0.8), student("gla", 0, 0, 0.5), student("gka", 3, 0, 1)]
-    rows += [
-        {"stage": "teacher", "recall": rows[-1]["recall"]},
-        {"stage": "align", "layout": "ska", "error": "it failed"},
-    ]
-    settings = {"layouts": list(grid.LAYOUTS), "lengths": [512, 1024], "align_steps": 1, "distill_steps": 2}
-    settings |= {"batch_size": 3, "block_size": 4}
-    results = {"rows": rows, "settings": settings, "environment": {"hardware": "a CPU", "commit": "abc"}}
-    text = report.section(results)
-    assert "| 0 |  | gka | 2.0 KiB | 1.100 | 1.100 | 70 |  | 70 | 70 |  | 70 |" in text
-    assert "| 3 | uniform | gka | 2.0 KiB | 1.100 | 1.100 | 100 |  | 100 |" in text
-    assert "Means of 1 or 2 seeds." in text
-    assert "ska, align: it failed" in text
-    mixed = student("select, bytes of gka", 0, 0, 0.9) | {"how": "mixture", "types": ["gka", "lattice"]}
-    for row in rows[:2]:
-        row["types"] = ["gka", "gka"]
-    settings["layouts"] += grid.MIXTURES
-    mixtures = report.mixtures_table(results | {"rows": [*rows, mixed]})
-    assert "| gka | GG | 2.0 KiB | 1.100 | 1.100 | 70 | 70 | 70 | 70 | 2 |" in mixtures
-    assert "| select, bytes of gka | GL | 2.0 KiB | 1.100 | 1.100 | 90 | 90 | 90 | 90 | 1 |" in mixtures
-    assert "echo" not in mixtures
-    report.plot(results, tmp_path / "grid.png")
-    assert (tmp_path / "grid.png").stat().st_size > 1000
-
-
-def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
-    checks = [{"step": 5, "tokens": 2_000_000, "niah": 0.5}, {"step": 9, "tokens": 4_000_000, "niah": 0.75}]
-    results = {"checks": checks, "recall": [recall("niah", 1024, 0.9)], "state_bytes": 2048, "heldout_kl": 0.25}
-    results |= {"align": {"tokens": 1_000_000}, "distill": {"tokens": 5_000_000}, "heldout_ppl_ratio": 1.5}
-    results |= {"settings": {"layout": "gka, long", "gate_length": 1024, "seed": 1}}
-    results |= {"environment": {"hardware": "a CPU", "commit": "abc"}}
-    text = raised_report.section([results])
-    assert "| needle | 90.0 |" in text
-    assert "Perplexity ratio 1.500, KL 0.250" in text and "1.0M tokens of align and 5.0M tokens of distill" in text
-    assert "| 4.0 | 75 |" in text
-    grid_settings = {"layouts": list(grid.LAYOUTS), "align_steps": 1, "distill_steps": 2, "batch_size": 1000}
-    rows = [student("gka, long", 0, 0, 0.5), {"stage": "teacher", "recall": [recall("niah", 1024, 1.0)]}]
-    settings = grid_settings | {"block_size": 1000}
-    table = raised_report.raised_table({"raised": results}, {"rows": rows, "settings": settings})
-    assert "| teacher | grows |  | 1 | 0 | 100 |" in table
-    assert "| gka, long, of the grid | 2.0 KiB | 3.0 | 1.100 | 1.100 | 50 |" in table
-    assert "| gka, long, seed 1 | 2.0 KiB | 6.0 | 1.500 | 0.250 | 90 |" in table
-    plain = raised_report.raised_table({"raised_plain": results}, {"rows": rows, "settings": settings})
-    assert "| gka, long, seed 1: no KL on answers, one rate | 2.0 KiB | 6.0 | 1.500 | 0.250 | 90 |" in plain
-    results["checks"] = [row | {"mqar_32": 0.25} for row in checks]
-    results["settings"]["record"] = "raised.json"
-    for count in (1, 2):
-        raised_report.plot([results] * count, tmp_path / f"{count}.png")
-        assert (tmp_path / f"{count}.png").stat().st_size > 1000
-
-
-def test_manual_pages_and_html_become_text():
-    assert corpus.manual('.TH a 3\n.SH NAME\n.BR malloc ()\nfrees \\fImem\\fP \\- x\n.\\" note') == (
-        "NAME\nmalloc()\nfrees mem - x"
-    )
-    assert corpus.page("<html><head><title>t</title></head><p>a &lt; b</p><p>c</p></html>") == "a < b\n\nc"
-    assert [split for split, _ in corpus.by_hash(iter(["a", "a"]))] == [corpus.split_of("a")] * 2
-    splits = [corpus.split_of(str(i)) for i in range(4000)]
-    assert 60 < splits.count("heldout") < 140
-    assert 60 < splits.count("dev") < 140
-
-
-def test_each_thread_has_a_teacher_of_its_own(monkeypatch):
-    monkeypatch.setattr(students, "load_model", lambda folder, dtype: torch.nn.Identity())
-    mine = [students.teacher_of(Path("no folder")) for _ in range(2)]
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(students.teacher_of, Path("no folder")).result()
-    assert mine[0] is mine[1]
-    assert other is not mine[0]

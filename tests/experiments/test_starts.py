@@ -3,14 +3,11 @@
 import argparse
 import json
 
-import pytest
 import torch
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.compare import compare_models, layer_errors
 from hf_memmix.training.experiments.conversion import starts as init_table
-from hf_memmix.training.experiments.conversion import starts_report as init_report
-from hf_memmix.training.experiments.conversion.starts import DEFAULT, STARTS, Start
+from hf_memmix.training.experiments.conversion.starts import DEFAULT, STARTS
 from testing import every_third
 from tiny_teachers import tiny_teacher
 
@@ -28,26 +25,6 @@ def test_a_start_builds_and_is_another_than_the_default(mixer, name):
     assert torch.equal(ours, theirs) == (name == DEFAULT)
 
 
-def test_errors_are_those_of_the_report():
-    teacher = tiny_teacher(layers=2)
-    student = init_table.build(teacher, "gla", Start(), seed=0)
-    tokens = torch.randint(3, 64, (100,), generator=torch.Generator().manual_seed(0))
-    whole = compare_models(student, teacher, tokens, block_size=32)["layer_error"]
-    assert layer_errors(student, teacher, tokens, block_size=32) == pytest.approx(whole)
-
-
-def row(start, errors, steps=0, seed=0):
-    return {
-        "mixer": "gla",
-        "start": start,
-        "seed": seed,
-        "steps": steps,
-        "dev": errors,
-        "heldout": errors,
-        "commit": "none",
-    }
-
-
 def test_the_closest_starts_and_the_default_are_aligned():
     args = argparse.Namespace(mixers=["gla"], seeds=2, steps=5, contenders=1)
     first = init_table.rows_to_run([], args)
@@ -63,16 +40,3 @@ def test_a_row_runs_before_and_after_training():
     results = [init_table.run({"mixer": "gla", "start": DEFAULT, "seed": 0, "steps": steps}, args) for steps in (0, 2)]
     assert all(len(result[text]) == 6 for result in results for text in ("dev", "heldout"))
     assert results[0] != results[1] and json.dumps(results)
-
-
-def test_the_table_is_in_the_order_of_the_development_text():
-    rows = [row(DEFAULT, [1.0, 0.8]), row("gate 2", [0.5, 0.7]), row("gate 2", [0.7, 0.7], seed=1)]
-    rows.append(row("gate 2", [0.2, 0.2], steps=5))
-    results = {
-        "rows": rows,
-        "settings": {"measured_tokens": 70, "block_size": 32, "steps": 5},
-        "environment": {"hardware": "none", "torch": "none"},
-    }
-    lines = init_report.section(results).splitlines()
-    assert lines[2] == "| gla | gate 2 | 0.650 | 0.200 | 0.650 | 0.600 0.700 |"
-    assert lines[3] == "| gla | **default** | 0.900 |  | 0.900 | 1.000 0.800 |"

@@ -13,10 +13,8 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.command_options import command
-from hf_memmix.training.experiments.baselines.report import plot_language
 from hf_memmix.training.experiments.common.fit import model_of, train_language_model
-from hf_memmix.training.experiments.common.language import ComparisonOptions, rows_to_run, run_command
+from hf_memmix.training.experiments.common.language import ComparisonOptions, comparison, rows_to_run
 
 SEEDS = (0, 1, 2)
 GROUPS = (  # in the order of their importance
@@ -48,10 +46,7 @@ class Options(ComparisonOptions):
     warmup_steps: Annotated[int, typer.Option(help="steps in which the learning rate grows linearly")] = 150
 
 
-@command(Options)
-def main(args) -> None:
-    """Train every model and write the results."""
-    run_command("baselines_language", __file__, args, rows_by_importance, plot_language)
+main = comparison("baselines_language", __file__, Options, rows_by_importance).command()
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ class Rows(IterableDataset):
     loader draws its own batches, from `seed` and its number.
     """
 
-    def __init__(self, material: DrillMaterial, rows: int, length: int, seed: int, more_pieces: float = 0.0):
+    def __init__(self, material: DrillMaterial, rows: int, length: int, seed: int):
         self.material, self.rows, self.length, self.seed = material, rows, length, seed
-        self.more_pieces = more_pieces
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -47,14 +46,14 @@ class Rows(IterableDataset):
     def batch(self, draw: random.Random) -> tuple[Tensor, Tensor]:
         text = self.rows // 2
         rows = [(self.material.window(self.length, draw), [0.0] * self.length) for _ in range(text)]
-        rows += [row_of(self.material, self.length, draw, self.more_pieces) for _ in range(self.rows - text)]
+        rows += [row_of(self.material, self.length, draw) for _ in range(self.rows - text)]
         ids, weights = zip(*rows, strict=True)
         return torch.tensor(ids, dtype=torch.int32), torch.tensor(weights)
 
 
 def batches_of(material: DrillMaterial, length: int, args: SimpleNamespace):
     """An iterator of batches of `args.batch_tokens` in rows of `length`. Its workers are forked before CUDA starts."""
-    rows = Rows(material, args.batch_tokens // length, length, args.seed, args.more_pieces)
+    rows = Rows(material, args.batch_tokens // length, length, args.seed)
     options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
     pin = torch.cuda.is_available()
     return iter(DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options))

@@ -4,7 +4,7 @@
     python make_tiny_gka.py --keep none --text train.txt --out out/tiny_gka_pure --minutes 7
 
 It is meant for one GPU. The number of steps is computed from `--minutes` and the time of a few steps, so the run ends
-in time on any machine. A part of the data is sampled from the teacher. `--keep auto` aligns all layers, and then keeps
+in time on any machine. `--keep auto` aligns all layers, and then keeps
 the layer whose replacement changes the teacher's predictions most. The model in bf16 and `metrics.json` are written to
 `--out`. The held-out text is read once, at the end; all other figures are measured on the development text.
 
@@ -13,7 +13,6 @@ the kept layer, and the recall of both models is measured. Before the end, the h
 are not used in the drills.
 """
 
-import json
 import shutil
 import tempfile
 import time
@@ -35,7 +34,6 @@ from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.training.data import TokenBlocks, tokenize_files
 from hf_memmix.training.drills import drill_rows, material_of
 from hf_memmix.training.experiments.bundled.recall import measure_recall
-from hf_memmix.training.experiments.bundled.sampling import sample_blocks
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import Recipe, train
 
@@ -43,7 +41,9 @@ OFFSETS = 4  # real text is cut into blocks at this many offsets
 DEV_TOKENS = 20_000
 TEACHER = asset_path("tiny_teacher")
 TRAINING_TEXT, DEV_TEXT, HELDOUT_TEXT = (asset_path(f"{name}.txt") for name in ("train", "dev", "heldout"))
-NOT_RECORDED = ("out", "text", "teacher_folder", "dev_text", "heldout", "keep_layers")
+NOT_RECORDED = ("out", "text", "keep_layers")
+ALIGN_SHARE = 0.15  # of the training time
+RATES, REST_RATE = {"align": 3e-3, "distill": 1.5e-3}, 4e-4  # of the mixers; of all other parameters
 
 
 def main(
@@ -51,21 +51,12 @@ def main(
     keep_layers: Annotated[
         str, typer.Option("--keep", help='layers that stay attention: "2", "none" or "auto"')
     ] = "none",
-    teacher_folder: Annotated[Path, typer.Option("--teacher")] = TEACHER,
     text: Annotated[list[Path], typer.Option(help="training text; repeatable")] = (TRAINING_TEXT,),
-    dev_text: Annotated[Path, typer.Option("--dev")] = DEV_TEXT,
-    heldout: Annotated[Path, typer.Option()] = HELDOUT_TEXT,
-    minutes: Annotated[float, typer.Option(help="for sampling, align and distill together")] = 7.0,
-    align_share: Annotated[float, typer.Option(help="share of the training time")] = 0.15,
+    minutes: Annotated[float, typer.Option(help="for align and distill together")] = 7.0,
     block_size: int = 512,
     batch_size: int = 64,
-    sampled_blocks: Annotated[int, typer.Option(help="blocks of text that the teacher writes")] = 8192,
     drill_blocks: Annotated[int, typer.Option(help="blocks of drills of recall")] = 0,
-    align_lr: float = 3e-3,
-    mixer_lr: float = 1.5e-3,
-    rest_lr: float = 4e-4,
     seed: int = 0,
-    option: Annotated[list[str], typer.Option(help="mixer option as NAME=JSON; repeatable")] = (),
 ) -> None:
     """Make the student and measure it."""
     args = SimpleNamespace(**locals())
@@ -76,31 +67,25 @@ def main(
 
     check_target(out, overwrite=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
-    teacher = load_model(teacher_folder, dtype=torch.float32).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    teacher = load_model(TEACHER, dtype=torch.float32).to(device)
     layers = teacher.config.num_hidden_layers
     keep = "none" if keep_layers in ("none", "auto") else layers_to_keep(keep_layers, layers)
-    options = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in option)}
-    student = convert_model(teacher, "gka", keep, seed=args.seed, **options)
+    student = convert_model(teacher, "gka", keep, seed=args.seed)
     stream = tokenize_files(args.text, tokenizer)
-    dev = tokenize_files(dev_text, tokenizer)[:DEV_TOKENS]
-    before = measure(student, teacher, tokenizer, dev_text, args.block_size, DEV_TOKENS)
+    dev = tokenize_files(DEV_TEXT, tokenizer)[:DEV_TOKENS]
+    before = measure(student, teacher, tokenizer, DEV_TEXT, args.block_size, DEV_TOKENS)
     say(f"converted {student.conversion_report.converted}: perplexity ratio {before['ppl_ratio']:.2f} untrained")
 
-    data = make_data(teacher, stream, tokenizer, args, say)
-    say(
-        f"{len(data)} blocks of {args.block_size}: {len(stream)} real tokens, {args.sampled_blocks} sampled blocks, "
-        f"{args.drill_blocks} blocks of drills"
-    )
+    data = make_data(stream, tokenizer, args)
+    say(f"{len(data)} blocks of {args.block_size}, {args.drill_blocks} of them drills")
 
     runs, scores = [], None
     with tempfile.TemporaryDirectory() as scratch:
-        step_seconds = {
-            stage: measure_step(stage, teacher, data, args, keep, options) for stage in ("align", "distill")
-        }
+        step_seconds = {stage: measure_step(stage, teacher, data, args, keep) for stage in ("align", "distill")}
         say("seconds per step: " + ", ".join(f"{stage} {value:.4f}" for stage, value in step_seconds.items()))
         left = 60 * args.minutes - (time.monotonic() - started)
-        shares = {"align": args.align_share, "distill": 1 - args.align_share}
+        shares = {"align": ALIGN_SHARE, "distill": 1 - ALIGN_SHARE}
         for stage, share in shares.items():
             steps = max(2, int(share * left / step_seconds[stage]))
             recipe = stage_recipe(stage, steps, args)
@@ -108,19 +93,17 @@ def main(
             middle = report(student, teacher, dev, block_size=args.block_size)
             say(f"{stage}: {steps} steps, perplexity ratio {middle['ppl_ratio']:.4f}")
             if stage == "align" and keep_layers == "auto":
-                keep, scores = most_needed_layer(
-                    student, teacher, scored_tokens(stream, data, args), args.block_size, options
-                )
+                keep, scores = most_needed_layer(student, teacher, scored_tokens(stream, data, args), args.block_size)
                 say(f"KL when only this layer is replaced: {scores}; keeping {keep}")
-                student = with_kept(student, teacher, keep, options)
+                student = with_kept(student, teacher, keep)
 
     save_student(student.cpu(), out, tokenizer, overwrite=True, dtype=torch.bfloat16)
-    final = measure_export(out, teacher_folder, heldout, args.block_size, device)
+    final = measure_export(out, TEACHER, HELDOUT_TEXT, args.block_size, device)
     metrics = {
         "keep": keep,
         "layer_kl": scores,
         "mixer_options": student.config.mixers,
-        "teacher": {"sha256": file_hash(teacher_folder / "model.safetensors")},
+        "teacher": {"sha256": file_hash(TEACHER / "model.safetensors")},
         "untrained": before,
         "heldout": final,
         "stages": [{k: v for k, v in run.items() if k != "log"} for run in runs],
@@ -136,7 +119,7 @@ def main(
     if args.drill_blocks:
         models = {"teacher": teacher, "student": load_model(out, dtype=torch.float32).to(device)}
         context = teacher.config.max_position_embeddings
-        metrics["recall"] = measure_recall(models, tokenizer, read_text(heldout), context)
+        metrics["recall"] = measure_recall(models, tokenizer, read_text(HELDOUT_TEXT), context)
         write_json(out / "metrics.json", metrics)
     size = bytes_text(sum(p.stat().st_size for p in out.iterdir()))
     say(
@@ -158,21 +141,19 @@ def measure_export(folder: Path, teacher: Path, heldout: Path, block_size: int, 
     return result | {"arithmetic": "float32 on the saved bfloat16 weights", "device": device}
 
 
-def with_kept(aligned, teacher, keep: list[int], options: dict):
+def with_kept(aligned, teacher, keep: list[int]):
     """A student with `keep` as attention and the mixers of `aligned` elsewhere."""
-    student = convert_model(teacher, "gka", keep, **options).float()
+    student = convert_model(teacher, "gka", keep).float()
     take_mixers(student, aligned)
     return student
 
 
-def most_needed_layer(
-    aligned, teacher, tokens: torch.Tensor, block_size: int, options: dict
-) -> tuple[list[int], list[float]]:
+def most_needed_layer(aligned, teacher, tokens: torch.Tensor, block_size: int) -> tuple[list[int], list[float]]:
     """The layer whose replacement changes the teacher's predictions most, and the KL divergence for every layer."""
     layers = range(teacher.config.num_hidden_layers)
     scores = []
     for layer in layers:
-        single = with_kept(aligned, teacher, [i for i in layers if i != layer], options)
+        single = with_kept(aligned, teacher, [i for i in layers if i != layer])
         scores.append(round(report(single, teacher, tokens, block_size=block_size)["kl"], 5))
     return [max(layers, key=scores.__getitem__)], scores
 
@@ -184,24 +165,13 @@ def scored_tokens(stream: torch.Tensor, data: TokenBlocks, args) -> torch.Tensor
     return torch.cat([blocks, drills]).flatten()
 
 
-def make_data(teacher, stream: torch.Tensor, tokenizer, args, say) -> TokenBlocks:
-    """Blocks of real text, cut at several offsets, blocks that are sampled from the teacher, and drills."""
+def make_data(stream: torch.Tensor, tokenizer, args) -> TokenBlocks:
+    """Blocks of real text, cut at several offsets, and drills."""
     size = args.block_size
     offsets = [i * size // OFFSETS for i in range(OFFSETS) if len(stream) > i * size // OFFSETS + size]
     parts = [TokenBlocks(stream[offset:], size).blocks for offset in offsets]
-    if args.sampled_blocks:
-        parts.append(
-            sample_blocks(
-                teacher,
-                stream,
-                args.sampled_blocks,
-                size,
-                seed=args.seed,
-                progress=lambda done, total: say(f"sampled {done} of {total} blocks"),
-            )
-        )
     if args.drill_blocks:
-        material = material_of(tokenizer, stream, read_text(args.heldout))
+        material = material_of(tokenizer, stream, read_text(HELDOUT_TEXT))
         parts.append(drill_rows(material, args.drill_blocks, size, args.seed))
     return TokenBlocks(torch.cat(parts).flatten(), size)
 
@@ -212,17 +182,17 @@ def stage_recipe(stage: str, steps: int, args) -> Recipe:
         steps=steps,
         batch_size=args.batch_size,
         block_size=args.block_size,
-        learning_rate=args.align_lr if stage == "align" else args.mixer_lr,
-        rest_learning_rate=args.rest_lr,
+        learning_rate=RATES[stage],
+        rest_learning_rate=REST_RATE,
         warmup_steps=min(100, steps // 10 + 1),
         seed=args.seed,
         trainer={"disable_tqdm": True, "logging_steps": max(1, steps // 40)},
     )
 
 
-def measure_step(stage: str, teacher, data: TokenBlocks, args, keep, options) -> float:
+def measure_step(stage: str, teacher, data: TokenBlocks, args, keep) -> float:
     """Seconds of one step of a copy of the student, measured after a shorter run that compiles the kernels."""
-    student = convert_model(teacher, "gka", keep, **options)
+    student = convert_model(teacher, "gka", keep)
     with tempfile.TemporaryDirectory() as scratch:
         for steps in (3, 23) if torch.cuda.is_available() else (1, 2):
             result = train(student, teacher, data, scratch, recipe=stage_recipe(stage, steps, args), resume=False)

@@ -1,66 +1,37 @@
-"""Train the small Llama that the package bundles as its teacher: loss = -mean log p(x_t | x_<t).
+"""Trains the small Llama that the package bundles as its teacher: loss = -mean log p(x_t | x_<t).
 
-    python fetch_text.py --out .scratch/teacher
-    python pretrain_teacher.py --train .scratch/teacher/train.txt \\
-        --dev .scratch/teacher/dev.txt --heldout .scratch/teacher/heldout.txt \\
-        --out .scratch/teacher/model --metrics .scratch/teacher/metrics.json
+    python -m hf_memmix.training.experiments.bundled.pretrain_teacher --texts .scratch/teacher --stage first \\
+        --out .scratch/teacher/first --metrics first_training.json
 
-Learns a byte-level BPE tokenizer on the training text, then the model (Touvron et al. 2023, arXiv:2302.13971, with
-grouped key/value heads and tied embeddings). After each epoch the loss on the dev text is measured and the best
-weights are kept. The run ends after `--patience` epochs without an improvement. The held-out text is read once, at the
-end. Text files hold documents separated by a line `<|endoftext|>`, which is the tokenizer's bos and eos.
+`fetch_text.py` writes the texts. The first stage learns a byte-level BPE tokenizer on the training text, then the
+model (Touvron et al. 2023, arXiv:2302.13971, with grouped key/value heads and tied embeddings). Two further stages
+(`STAGES`) train it on with drills of recall, each from the weights of the one before (`--start`). There every window
+of text may have a row of drills beside it, and the loss is that of the text plus that of the answers. After each epoch
+the losses on the development text are measured, and the weights with the lowest sum are kept. The held-out text is
+read once, at the end.
 
-With `--drills`, every window of text has a row of drills of recall beside it (drills.py), and the loss is that of the
-text plus that of the answers. After the short epochs the answers may weigh less, and only every `--drill-every`-th
-window has drills. The epoch with the lowest sum of both losses on the development text is kept. `--start` trains on
-from the weights and the tokenizer of an earlier run, not from its optimizer and its place in the text; with the same
-`--seed` it sees the same batches again, so give another one.
-
-The bundled weights come from three stages. The command above, 28 epochs of text without drills, made the first bundled
-transformer. The run `low` of README.md trained it on:
-
-    python pretrain_teacher.py --train ... --start .scratch/teacher/model --drills \\
-        --out .scratch/teacher/low --muon-lr 0.005 --lr 0.00075 --weight-decay 0.3 --epochs 7 --short-context 256 \\
-        --short-epochs 2 --drill-every 4 --answer-weight 0.3 --dev-samples 2 --probe-every 4 --samples 0 \\
-        --patience 99 --workers 2 --compile
-
-It was stopped by the time limit of its job: the weights are those after 4 of its 7 epochs, so stop it there. The run
-`on` went on from them, with `--seed 1`, and its 24 epochs ended before its time limit:
-
-    python pretrain_teacher.py --train ... --start .scratch/teacher/low --drills \\
-        --out .scratch/teacher/on --seed 1 --muon-lr 0.003 --lr 0.00045 --weight-decay 0.3 --short-epochs 0 \\
-        --epochs 24 --seconds 166 --drill-every 4 --answer-weight 0.3 --dev-samples 2 --probe-every 3 --samples 0 \\
-        --patience 99 --workers 3 --compile
-
-The weights repeat only nearly: a GPU adds in another order each time, and the rates of `on` followed the clock for as
-long as the compilation made it run ahead of the steps (about the first ten epochs).
+The bundled weights are those of the stage "on". The stage "low" was stopped after 4 of its 7 epochs by the time limit
+of its job, so stop it there. The weights repeat only nearly: a GPU adds in another order each time, and the rates of
+"on" followed the clock for as long as the compilation made it run ahead of the steps (about the first ten epochs).
 """
 
 import contextlib
 import copy
 import functools
-import inspect
 import json
 import math
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import transformers
 import typer
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, Dataset
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import commit, hardware, write_json
@@ -74,89 +45,67 @@ from hf_memmix.training.experiments.bundled.language_model import (
     without_masks,
 )
 from hf_memmix.training.experiments.bundled.muon import Muon
-from hf_memmix.training.experiments.bundled.recall import DevRecall, DrilledWindows, measure_recall
+from hf_memmix.training.experiments.bundled.recall import DevRecall, DrilledWindows
+from hf_memmix.training.experiments.common.options import check_names
 from hf_memmix.training.text_files import read_text, text_record
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-# sizes of a new teacher, and the names that they have in the configuration of a Llama
-SIZES = {
-    "vocab_size": (4096, "vocab_size"),
-    "hidden_size": (256, "hidden_size"),
-    "intermediate_size": (640, "intermediate_size"),
-    "layers": (6, "num_hidden_layers"),
-    "heads": (4, "num_attention_heads"),
-    "kv_heads": (2, "num_key_value_heads"),
-}
-OF_DRILLS = ("drill_every", "answer_weight", "dev_samples", "probe_every", "samples")  # options that need --drills
-AT_LEAST = dict.fromkeys(
-    (
-        *SIZES,
-        "epochs",
-        "max_steps",
-        "patience",
-        "batch_size",
-        "log_every",
-        "drill_every",
-        "dev_samples",
-        "probe_every",
-    ),
-    1,
-) | dict.fromkeys(
-    ("lr", "warmup", "weight_decay", "dropout", "short_epochs", "answer_weight", "workers", "samples"), 0
-)
-AT_LEAST |= {"context": 2, "short_context": 2}
-ABOVE_0 = ("seconds", "muon_lr")
 
 
-def check_options(args: SimpleNamespace) -> None:
-    """Raise a usage error if a value is outside its limits, or has no effect because `--drills` is missing."""
+@dataclass(frozen=True)
+class Stage:
+    """What differs between the stages.
 
-    def refuse(name: str, message: str):
-        raise typer.BadParameter(message, param_hint=option_of(name))
-
-    values = {name: value for name, value in vars(args).items() if value is not None}
-    for name, least in AT_LEAST.items():
-        if not values.get(name, least) >= least:
-            refuse(name, f"{values[name]} is too small; give at least {least}")
-    for name in ABOVE_0:
-        if not values.get(name, 1) > 0:
-            refuse(name, f"{values[name]} is too small; give more than 0, or leave it out")
-    if not args.dropout < 1:
-        refuse("dropout", f"{args.dropout} is too large; give less than 1")
-    if args.short_epochs and args.short_context > args.context:
-        refuse("short_context", f"{args.short_context} is above --context {args.context}; give at most that")
-    standard = inspect.signature(main).parameters
-    for name in () if args.drills else OF_DRILLS:
-        if values[name] != standard[name].default:
-            refuse(name, f"{values[name]} has no effect without --drills; add --drills, or leave it out")
-
-
-def option_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def sizes_of(args: SimpleNamespace) -> dict[str, int]:
-    """The sizes of the teacher by their names in `SIZES`: those of `args.start`, or the given and standard ones.
-
-    Raises a usage error if `args.start` is no folder of a Llama, or has another size than a given one.
+    Args:
+        epochs: readings of the training text.
+        lr: rate of AdamW; `muon_lr`: of Muon for the matrices of the layers, None for AdamW.
+        weight_decay: strong, because the text is read many times.
+        patience: epochs without a lower loss on the development text before the training ends.
+        drills: whether rows of drills stand beside the text: beside every window of the first `short_epochs`, whose
+            windows are short, and of every `drill_every`-th one afterwards. Then the answers weigh `answer_weight`.
+        seconds: time limit, at which the learning rate is zero.
+        probe_every: epochs between probes of recall in development text.
     """
-    given = {name: getattr(args, name) for name in SIZES}
-    if args.start is None:
-        return {name: SIZES[name][0] if value is None else value for name, value in given.items()}
-    for file in ("config.json", "tokenizer.json"):
-        if not (args.start / file).is_file():
-            message = f"{str(args.start)!r} holds no {file}; give the folder of a teacher that this command wrote"
-            raise typer.BadParameter(message, param_hint="--start")
-    config = json.loads((args.start / "config.json").read_text(encoding="utf-8"))
-    if config.get("model_type") != LlamaConfig.model_type:
-        message = f"{str(args.start)!r} is a {config.get('model_type')}; give the folder of a Llama"
-        raise typer.BadParameter(message, param_hint="--start")
-    found = {name: config.get(field) for name, (_, field) in SIZES.items()}
-    for name, value in given.items():
-        if value is not None and value != found[name]:
-            message = f"{value} is not the {found[name]} of --start {args.start}; leave it out, or leave out --start"
-            raise typer.BadParameter(message, param_hint=option_of(name))
-    return found
+
+    epochs: int
+    lr: float
+    weight_decay: float
+    muon_lr: float | None = None
+    patience: int = 99
+    drills: bool = False
+    short_epochs: int = 0
+    drill_every: int = 4
+    answer_weight: float = 0.3
+    seconds: float | None = None
+    probe_every: int = 4
+    workers: int = 0
+    seed: int = 0
+
+
+STAGES = {
+    "first": Stage(28, 3e-3, 1.0, patience=8),
+    "low": Stage(7, 7.5e-4, 0.3, muon_lr=5e-3, drills=True, short_epochs=2, workers=2),
+    # another seed: with the same one it would see the same batches again
+    "on": Stage(24, 4.5e-4, 0.3, muon_lr=3e-3, drills=True, seconds=166, probe_every=3, workers=3, seed=1),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the model, of the tokenizer, and of a step: `rows` windows of `context` tokens."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 640
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    context: int = 1024
+    short_context: int = 256
+    rows: int = 16
+
+
+WARM_UP, DROPOUT, LOG_EVERY, DEV_SAMPLES = 200, 0.1, 50, 2
 
 
 class ShiftedWindows(Dataset):
@@ -165,8 +114,7 @@ class ShiftedWindows(Dataset):
     def __init__(self, ids: torch.Tensor, length: int):
         if len(ids) < 2 * length:
             raise ValueError(
-                f"the training text has {len(ids)} tokens, fewer than two windows of {length}: "
-                f"give more text or lower --context to at most {len(ids) // 2}"
+                f"the training text has {len(ids)} tokens, fewer than two windows of {length}: give more text"
             )
         self.ids, self.length, self.offset = ids, length, 0
 
@@ -210,15 +158,16 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> torch.Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"])
 
 
-def build_model(args: SimpleNamespace, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(sizes, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama with the sizes of `Sizes`, or of an object with the same fields."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        max_position_embeddings=args.context,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.context,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -249,31 +198,30 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
-def optimizers_of(model: LlamaForCausalLM, args: SimpleNamespace) -> list[torch.optim.Optimizer]:
-    """AdamW for all parameters; with `args.muon_lr`, Muon for the matrices of the layers.
+def optimizers_of(model: LlamaForCausalLM, stage: Stage) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters; with `stage.muon_lr`, Muon for the matrices of the layers.
 
     Muon decays weights by the same share per step as AdamW.
     """
-    if args.muon_lr is None:
+    if stage.muon_lr is None:
         matrices, rest = [], model.parameters()
     else:
         matrices, rest = matrices_of_layers(model)
     fused = True if matrices and torch.cuda.is_available() else None
-    adam = torch.optim.AdamW(decay_matrices(rest, args.weight_decay), lr=args.lr, betas=(0.9, 0.95), fused=fused)
+    adam = torch.optim.AdamW(decay_matrices(rest, stage.weight_decay), lr=stage.lr, betas=(0.9, 0.95), fused=fused)
     if not matrices:
         return [adam]
-    return [adam, Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay * args.lr / args.muon_lr)]
+    return [adam, Muon(matrices, lr=stage.muon_lr, weight_decay=stage.weight_decay * stage.lr / stage.muon_lr)]
 
 
-def windows_of(ids: torch.Tensor, length: int, args: SimpleNamespace, material) -> tuple[ShiftedWindows, DataLoader]:
-    """The windows of `length` tokens and their loader; a batch has as many tokens of text at every length."""
-    windows, rows = ShiftedWindows(ids, length), args.batch_size * args.context // length
-    items, options = windows, {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
+def windows_of(ids: torch.Tensor, length: int, stage: Stage, sizes: Sizes, material) -> DataLoader:
+    """The loader of windows of `length` tokens; a batch has as many tokens of text at every length."""
+    windows, rows = ShiftedWindows(ids, length), sizes.rows * sizes.context // length
+    items, options = windows, {"num_workers": stage.workers, "pin_memory": torch.cuda.is_available()}
     if material is not None:
-        items = DrilledWindows(windows, material, args.seed, args.drill_every if length == args.context else 1)
+        items = DrilledWindows(windows, material, stage.seed, stage.drill_every if length == sizes.context else 1)
         options["collate_fn"] = as_it_is
-    loader = DataLoader(items, batch_size=rows, shuffle=True, drop_last=len(windows) >= rows, **options)
-    return windows, loader
+    return DataLoader(items, batch_size=rows, shuffle=True, drop_last=len(windows) >= rows, **options)
 
 
 def as_it_is(batch):
@@ -282,9 +230,9 @@ def as_it_is(batch):
 
 
 def loss_of(model, batch, answers_too) -> torch.Tensor:
-    """The losses [1], or of text and of answers [2], of a batch of windows, or of windows and drills."""
-    if torch.is_tensor(batch):
-        return next_token_loss(model, batch)[None]
+    """The losses [1], or of text and of answers [2], of a batch: (windows,), or (windows, drills, weights)."""
+    if len(batch) == 1:
+        return next_token_loss(model, batch[0])[None]
     text, drills, weights = batch
     ids, weights = torch.cat([text, drills]), torch.cat([weights.new_zeros(text.shape), weights])
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -315,68 +263,49 @@ def rate_at(step: int, clock: Clock, warmup: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def tokens_of(batch) -> int:
-    """The tokens of a batch: those of its windows and of its drills."""
-    return batch.numel() if torch.is_tensor(batch) else batch[0].numel() + batch[1].numel()
+def train(
+    stage: Stage, texts: dict[str, str], out: Path, start: Path | None, metrics: Path, sizes: Sizes | None = None
+) -> dict:
+    """Train a stage, write the best model and its tokenizer to `out`, and return a record.
 
+    The record of the epochs so far is written to `metrics` after each one.
 
-def train(args: SimpleNamespace) -> dict:
-    """Train with the settings `args`, write the best model and its tokenizer to `args.out`, and return a record.
-
-    The record of the epochs so far is written to `args.metrics` after each one.
+    Args:
+        texts: the contents of "train", "dev" and "heldout".
+        start: the folder of the stage before, whose tokenizer and sizes stay.
 
     Raises:
-        ValueError: a text is missing or too short, there is a time limit and more than one process, or the loss is not
-            finite.
+        ValueError: a text is too short, or the loss is not finite.
     """
-    texts = {name: read_documents(getattr(args, name)) for name in ("train", "dev", "heldout")}
-    accelerator = Accelerator(
-        mixed_precision="bf16" if torch.cuda.is_available() else "no",
-        dataloader_config=DataLoaderConfiguration(non_blocking=True),
-    )
-    if args.seconds is not None and accelerator.num_processes > 1:  # each has its own clock, and one would wait
-        raise ValueError(
-            f"--seconds is {args.seconds} with {accelerator.num_processes} processes, which need the same number of "
-            "steps; give --max-steps or --epochs, or start one process"
-        )
-    set_seed(args.seed)
-    if args.start is None:
-        tokenizer = train_tokenizer(texts["train"], args.vocab_size, args.context)
+    device, sizes = torch.device("cuda" if torch.cuda.is_available() else "cpu"), sizes or Sizes()
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
+    torch.manual_seed(stage.seed)
+    if start is None:
+        tokenizer = train_tokenizer(texts["train"], sizes.vocab_size, sizes.context)
+        model = build_model(sizes, tokenizer)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.start)
+        tokenizer, model = AutoTokenizer.from_pretrained(start), load_model(start, torch.float32)
+    add_dropout(model.to(device), DROPOUT)
     ids = {name: encode(tokenizer, text) for name, text in texts.items()}
-    if args.start is None:
-        model = build_model(args, tokenizer)
-    else:
-        model = load_model(args.start, torch.float32)
-        model.config.max_position_embeddings = args.context
-    add_dropout(model, args.dropout)
-
-    material, dev_recall = None, None
-    if args.drills:
+    material, dev_recall, answers_too = None, None, losses_of_drills
+    if stage.drills:
         material = material_of(tokenizer, ids["train"], texts["heldout"])
         dev_material = material_of(tokenizer, ids["dev"], texts["heldout"])
-        dev_recall = DevRecall(tokenizer, texts["dev"], dev_material, args.context, args.dev_samples)
-    lengths = [args.short_context] * args.short_epochs + [args.context]  # of the epochs; the last one stays
-    made = {length: windows_of(ids["train"], length, args, material) for length in dict.fromkeys(lengths)}
-    plain_model, answers_too = model, losses_of_drills
-    if args.compile:
+        dev_recall = DevRecall(tokenizer, texts["dev"], dev_material, sizes.context, DEV_SAMPLES)
+    lengths = [sizes.short_context] * stage.short_epochs + [sizes.context] * (stage.epochs - stage.short_epochs)
+    loaders = {n: windows_of(ids["train"], n, stage, sizes, material) for n in dict.fromkeys(lengths)}
+    if stage.drills and device.type == "cuda":
         torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
         for layer in model.model.layers:
             layer.compile(dynamic=False)
         answers_too = torch.compile(losses_of_drills, dynamic=False)
-    model, *optimizers = accelerator.prepare(model, *optimizers_of(model, args))
-    loaders = {length: accelerator.prepare(loader) for length, (_, loader) in made.items()}
-    steps_of = [len(loaders[lengths[min(epoch, len(lengths) - 1)]]) for epoch in range(args.epochs)]
-    total_steps = args.max_steps or sum(steps_of)
-    warmup = min(args.warmup, total_steps // 10)
-    clock = Clock(args.seconds)
-    rate = functools.partial(rate_at, clock=clock, warmup=warmup, total=total_steps)
+    optimizers, total = optimizers_of(model, stage), sum(len(loaders[n]) for n in lengths)
+    clock = Clock(stage.seconds)
+    rate = functools.partial(rate_at, clock=clock, warmup=min(WARM_UP, total // 10), total=total)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
-
     record = {
-        "arguments": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
-        "parameters": plain_model.num_parameters(),
+        "arguments": asdict(stage) | asdict(sizes),
+        "parameters": model.num_parameters(),
         "tokens": {name: len(x) for name, x in ids.items()},
         "bytes_per_token": round(len(texts["train"].encode()) / len(ids["train"]), 3),
         "hardware": hardware(),
@@ -385,62 +314,53 @@ def train(args: SimpleNamespace) -> dict:
         "steps": [],
         "epochs": [],
     }
-    best, best_epoch, step, epoch, seen, began = math.inf, 0, 0, 0, 0, time.time()
-    offsets = torch.Generator().manual_seed(args.seed)
-    while step < total_steps and epoch - best_epoch < args.patience and clock.share() < 1:
-        length = lengths[min(epoch, len(lengths) - 1)]
-        epoch += 1
-        windows = made[length][0]
-        windows.offset = int(torch.randint(length, (1,), generator=offsets))
-        if material is not None:
-            made[length][1].dataset.epoch = epoch
+    best, best_epoch, step, seen, began = math.inf, 0, 0, 0, time.time()
+    offsets = torch.Generator().manual_seed(stage.seed)
+    for epoch, length in enumerate(lengths, 1):
+        data = loaders[length].dataset
+        windows = data.windows if stage.drills else data
+        windows.offset, data.epoch = int(torch.randint(length, (1,), generator=offsets)), epoch
         model.train()
-        losses, weights = [], torch.ones(1 + args.drills, device=accelerator.device)
-        weights[1:] = args.answer_weight if length == args.context else 1.0
-        with without_masks(plain_model) if args.drills else contextlib.nullcontext():
+        losses, weights = [], torch.ones(1 + stage.drills, device=device)
+        weights[1:] = stage.answer_weight if length == sizes.context else 1.0
+        with without_masks(model) if stage.drills else contextlib.nullcontext():
             for batch in loaders[length]:
-                loss = loss_of(model, batch, answers_too)
-                accelerator.backward(loss @ weights)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                batch = [part.to(device, non_blocking=True) for part in ([batch] if torch.is_tensor(batch) else batch)]
+                with autocast():
+                    loss = loss_of(model, batch, answers_too)
+                (loss @ weights).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 for optimizer, schedule in zip(optimizers, schedules, strict=True):
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())
-                step, seen = step + 1, seen + tokens_of(batch)
-                if step % args.log_every == 0 or step == total_steps:
+                step, seen = step + 1, seen + sum(part.numel() for part in batch[:2])
+                if step % LOG_EVERY == 0 or step == total:
                     seconds = {"seconds": round(time.time() - began, 2)}
                     record["steps"].append({"step": step} | train_losses(loss) | seconds)
-                if step == total_steps or clock.share() >= 1:
+                if clock.share() >= 1:
                     break
-        ends = step == total_steps or clock.share() >= 1
+        ends = step == total or clock.share() >= 1
         row = {"epoch": epoch, "step": step} | train_losses(torch.stack(losses).mean(0))
-        with torch.compiler.set_stance("force_eager"):  # other shapes are not compiled
-            dev = mean_loss(model, ids["dev"], args.context)
+        with torch.compiler.set_stance("force_eager"), autocast():  # other shapes are not compiled
+            dev = mean_loss(model, ids["dev"], sizes.context)
             row["dev_loss"] = round(dev, 4)
             if dev_recall is not None:
-                with accelerator.autocast():
-                    row |= dev_recall.measure(plain_model, epoch % args.probe_every == 0 or ends)
+                row |= dev_recall.measure(model, epoch % stage.probe_every == 0 or ends)
         dev += row.get("dev_answers", 0.0)
         if not math.isfinite(dev):
-            raise ValueError(f"the dev loss became {dev} at step {step}: lower --lr (now {args.lr})")
+            raise ValueError(f"the dev loss became {dev} at step {step}: lower the rate of the stage, {stage.lr}")
         row["seconds"] = round(time.time() - began, 1)
         record["epochs"].append(row)
-        accelerator.print(json.dumps(row), flush=True)
+        print(json.dumps(row), flush=True)
         if dev < best:
             best, best_epoch = dev, epoch
-            if accelerator.is_main_process:
-                save(plain_model, tokenizer, args.out)
-        record |= {"best_epoch": best_epoch, "wall_seconds": row["seconds"]}
-        record["tokens_seen"] = seen * accelerator.num_processes
-        if accelerator.is_main_process and args.metrics:
-            write_json(args.metrics, record)
-
-    accelerator.wait_for_everyone()
-    record["heldout"] = measure_export(args.out, args.heldout, args.context, accelerator.device)
-    if args.drills and args.samples:
-        model = load_model(args.out, torch.float32).to(accelerator.device)
-        record["recall"] = measure_recall({"teacher": model}, tokenizer, texts["heldout"], args.context, args.samples)
+            save(model, tokenizer, out)
+        record |= {"best_epoch": best_epoch, "wall_seconds": row["seconds"], "tokens_seen": seen}
+        write_json(metrics, record)
+        if epoch - best_epoch >= stage.patience or ends:
+            break
     return record
 
 
@@ -468,53 +388,21 @@ def measure_export(folder: Path, heldout: Path, context: int, device="cpu") -> d
 
 
 def main(
-    train_text: Annotated[Path, typer.Option("--train", help="training text, UTF-8")],
-    dev: Annotated[Path, typer.Option(help="text that chooses the best epoch, UTF-8")],
-    heldout: Annotated[Path, typer.Option(help="text that is only reported, UTF-8")],
+    texts: Annotated[Path, typer.Option(help="folder that fetch_text.py wrote")],
+    stage: Annotated[str, typer.Option(help=", ".join(STAGES))],
     out: Annotated[Path, typer.Option(help="folder for the model and its tokenizer")],
-    metrics: Annotated[Path | None, typer.Option(help="JSON file for the record of the run")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="default: 4096, or that of --start")] = None,
-    context: Annotated[int, typer.Option(help="window length, in tokens")] = 1024,
-    hidden_size: Annotated[int | None, typer.Option(help="default: 256, or that of --start")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="default: 640, or that of --start")] = None,
-    layers: Annotated[int | None, typer.Option(help="default: 6, or that of --start")] = None,
-    heads: Annotated[int | None, typer.Option(help="default: 4, or that of --start")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="default: 2, or that of --start")] = None,
-    epochs: int = 28,
-    start: Annotated[Path | None, typer.Option(help="folder of a teacher to train on from; its sizes stay")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of --epochs")] = None,
-    seconds: Annotated[float | None, typer.Option(help="time limit, at which the learning rate is zero")] = None,
-    patience: Annotated[int, typer.Option(help="epochs without a lower dev loss before stopping")] = 8,
-    batch_size: Annotated[int, typer.Option(help="windows per step and process")] = 16,
-    lr: float = 3e-3,
-    warmup: Annotated[int, typer.Option(help="steps of linear warm-up (at most a tenth of the run)")] = 200,
-    weight_decay: Annotated[float, typer.Option(help="strong, because the text is read many times")] = 1.0,
-    dropout: float = 0.1,
-    log_every: Annotated[int, typer.Option(help="steps between rows of the record")] = 50,
-    seed: int = 0,
-    drills: Annotated[bool, typer.Option("--drills", help="rows of drills of recall beside the text")] = False,
-    muon_lr: Annotated[
-        float | None, typer.Option(help="rate of Muon for the matrices of the layers; AdamW without it")
-    ] = None,
-    short_context: Annotated[int, typer.Option(help="window length of the first --short-epochs epochs")] = 256,
-    short_epochs: int = 0,
-    drill_every: Annotated[int, typer.Option(help="windows for a row of drills, after the short epochs")] = 1,
-    answer_weight: Annotated[float, typer.Option(help="of the loss of answers, after the short epochs")] = 1.0,
-    workers: Annotated[int, typer.Option(help="processes that make the rows")] = 0,
-    compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
-    dev_samples: Annotated[int, typer.Option(help="probes per length and depth, for the development text")] = 4,
-    probe_every: Annotated[int, typer.Option(help="epochs between these probes")] = 1,
-    samples: Annotated[int, typer.Option(help="the same at the end, on the held-out text; 0: not measured")] = 16,
+    metrics: Annotated[Path, typer.Option(help="JSON file for the record of the run")],
+    start: Annotated[Path | None, typer.Option(help="folder of the stage before")] = None,
 ) -> None:
-    """Train the bundled teacher and write its folder."""
-    values = dict(locals())
-    args = SimpleNamespace(train=values.pop("train_text"), **values)
-    check_options(args)
-    args = SimpleNamespace(**vars(args) | sizes_of(args))
-    record = train(args)
-    print(json.dumps({k: record[k] for k in ("parameters", "tokens", "best_epoch", "wall_seconds", "heldout")}))
-    if metrics:
-        write_json(metrics, record)
+    """Train one stage of the bundled teacher and write its folder."""
+    check_names("--stage", [stage], STAGES)
+    if (start is None) != (stage == "first"):
+        raise typer.BadParameter(f"{stage!r} {'needs' if start is None else 'has no'} --start", param_hint="--start")
+    found = {name: read_documents(texts / f"{name}.txt") for name in ("train", "dev", "heldout")}
+    record = train(STAGES[stage], found, out, start, metrics)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record["heldout"] = measure_export(out, texts / "heldout.txt", record["arguments"]["context"], device)
+    write_json(metrics, record)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Table 7 of the COFFEE paper: layers read an image in four directions, and their last outputs classify it.
 
-    python -m hf_memmix.training.experiments.coffee.images OUT.json --data glyphs --seconds 200
-    python -m hf_memmix.training.experiments.coffee.images OUT.json --data mnist_5k --images mnist_5k.npz --seeds 5
-    python -m hf_memmix.training.experiments.coffee.images OUT.json --data mnist --folder WHERE_THE_IDX_FILES_ARE
+    python -m hf_memmix.training.experiments.coffee.images OUT.json --images mnist_5k.npz
 
 The rows, the columns, the rows in reverse order and the columns in reverse order are four sequences of D features.
-Each has its own layer. Two small linear layers follow (Appendix I). Ten seeds of a setting are trained at once. The
+Each has its own layer. Two small linear layers follow (Appendix I). All seeds of a setting are trained at once. The
 reported accuracy is that after the last step, so the test images are not used for any choice.
 """
 
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +18,14 @@ import typer
 from torch import Tensor, nn
 
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.experiments.coffee import glyphs
 from hf_memmix.training.experiments.coffee.baselines import S6Layer
 from hf_memmix.training.experiments.coffee.trainer import Run, train
+from hf_memmix.training.experiments.common.mnist import read_parts
+from hf_memmix.training.experiments.common.options import Images
 from hf_memmix_kernels import chunk_coffee
 
 DIRECTIONS = 4
+SIZE = 25  # of the cropped images
 MAX_ANGLE = math.radians(5)
 MAX_SHIFT = 0.01
 # the paper's accuracies on MNIST by model and states
@@ -99,7 +99,7 @@ def roto_translated(images: Tensor, generator: torch.Generator) -> Tensor:
 def make_run(
     model: str, states: int, data: tuple, epochs: int, seeds: int = 10, seed: int = 0, batch: int = 512
 ) -> Run:
-    """The training of `seeds` classifiers on `data`: images, labels, test images and test labels from `glyphs.py`."""
+    """The training of `seeds` classifiers on `data`: images, labels, test images and test labels."""
     images, labels, test_images, test_labels = data
     torch.manual_seed(seed)
 
@@ -127,39 +127,32 @@ def make_run(
     )
 
 
+def mnist_5k(file: Path, device: torch.device) -> tuple[Tensor, ...]:
+    """Training images, labels, test images and labels: floats in [0, 1] [N, 25, 25], cropped as in the paper."""
+    parts = read_parts(file)
+    (train, labels), (more, more_labels), (test, test_labels) = (parts[name] for name in ("train", "dev", "test"))
+    crop = slice((train.shape[1] - SIZE) // 2, (train.shape[1] - SIZE) // 2 + SIZE)
+    images = (found[:, crop, crop].float() / 255 for found in (torch.cat([train, more]), test))
+    found = zip(images, (torch.cat([labels, more_labels]), test_labels), strict=True)
+    return tuple(tensor.to(device) for part in found for tensor in part)
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="the JSON file to write")],
-    data: Annotated[
-        Literal["glyphs", "digits", "mnist_5k", "mnist"], typer.Option(help="the images to classify")
-    ] = "glyphs",
-    folder: Annotated[Path | None, typer.Option(help="folder of MNIST's idx files")] = None,
-    images: Annotated[Path | None, typer.Option(help="the .npz file of gka_vision/make_digits.py")] = None,
-    epochs: int = 100,
-    seeds: int = 10,
-    batch: int = 512,
+    images: Images,
+    epochs: int = 600,
+    seeds: int = 5,
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
 ) -> None:
-    """Train every classifier on one set of images."""
-    if data == "mnist" and folder is None:
-        raise typer.BadParameter("--data mnist needs --folder with MNIST's four idx files", param_hint="--folder")
-    if data == "mnist_5k" and images is None:
-        raise typer.BadParameter(
-            "--data mnist_5k needs --images with the file of make_digits.py", param_hint="--images"
-        )
+    """Train every classifier on 4,000 images of MNIST."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaders = {
-        "glyphs": lambda: glyphs.glyphs(device=device),
-        "digits": glyphs.digits,
-        "mnist_5k": lambda: glyphs.mnist_5k(images),
-        "mnist": lambda: glyphs.mnist(folder),
-    }
-    parts = tuple(t.to(device) for t in loaders[data]())
+    parts = mnist_5k(images, device)
     start = time.perf_counter()
     models = [key for key in PAPER if key != ("S6", 16)]
-    found = train([make_run(*key, parts, epochs, seeds, batch=batch) for key in models], device, seconds)
+    found = train([make_run(*key, parts, epochs, seeds) for key in models], device, seconds)
     report = {
         "environment": environment(device),
-        "data": {"name": data, "train": len(parts[0]), "test": len(parts[2]), "size": parts[0].shape[2]},
+        "data": {"name": "mnist_5k", "train": len(parts[0]), "test": len(parts[2]), "size": parts[0].shape[2]},
         "seconds": round(time.perf_counter() - start, 1),
         "runs": found,
     }

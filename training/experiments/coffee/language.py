@@ -9,9 +9,8 @@ smaller so that all models have the same size.
 
 import typer
 
-from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import model_of, train_language_model
-from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
+from hf_memmix.training.experiments.common.language import ComparisonOptions, comparison
 
 COMPARED = ("coffee", "coffee-filter", "mamba2", "linear-decay", "gka", "transformer")
 
@@ -25,10 +24,7 @@ class Options(ComparisonOptions):
     models = COMPARED
 
 
-@command(Options)
-def main(args) -> None:
-    """Train every model and write the results."""
-    run_command("coffee_language", __file__, args)
+main = comparison("coffee_language", __file__, Options).command()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """The tables of the COFFEE experiments: the paper's figures beside those measured here."""
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, mean_and_deviation, median, spread_text
-from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
-from hf_memmix.training.experiments.common.report import language_section, rate_text
+from hf_memmix.training.experiments.common.averages import median, spread_text
 
 TITLES = {
     1: "Table 1: COFFEE and S6",
@@ -56,12 +53,6 @@ def _table(table: int, runs: list[tuple[str, dict]]) -> str:
     return f"**{TITLES[table]}**\n\n" + markdown_table(HEAD, rows)
 
 
-def _runs(reports: list[dict]) -> list[tuple[str, dict]]:
-    """The names and results of all runs that were measured, in the order of their tables."""
-    found = [(name.partition(": ")[2], run) for report in reports for name, run in report["runs"].items()]
-    return sorted((pair for pair in found if "curve" in pair[1]), key=lambda pair: pair[1]["table"])
-
-
 def _images(found: dict) -> str:
     data, rows = found["data"], []
     for name, run in found["runs"].items():
@@ -74,30 +65,3 @@ def _images(found: dict) -> str:
     title = f"**Table 7, on {data['name']}** ({data['train']} training images of {data['size']} x {data['size']})"
     table = markdown_table(IMAGES_HEAD, rows)
     return f"{title}\n\n{table}\n\nThe figure of a seed is its accuracy at the end of the training, on test images."
-
-
-def pixels(results: dict) -> str:
-    """Accuracy of the classifiers of pixel sequences at the rate that the development images chose."""
-    rows, (kept, failed) = [], trained_and_failed(results)
-    for name in results["settings"]["models"]:
-        chosen = chosen_rows(kept, model=name)
-        if not chosen:
-            continue
-        lr = chosen[0]["lr"]
-        of_model = [row for row in kept if row["model"] == name and row["seed"] == 0]
-        loss, _ = mean_and_deviation(row["test_loss"] for row in chosen)
-        accuracy = spread_text([row["accuracy"] for row in chosen], 3, alone=" (1 seed)")
-        rows.append((name, chosen[0]["parameters"], rate_text(of_model, lr), f"{loss:.3f}", accuracy, len(chosen)))
-    table = markdown_table(("model", "parameters", "rate", "test loss", "accuracy", "seeds"), rows)
-    own = results["settings"]
-    names = ", ".join(f"{row['model']} at {row['lr']:g}, seed {row['seed']}" for row in failed)
-    return (
-        f"{table}\n\n784 pixels, one layer of {own['hidden_size']} features; {own['steps']} steps of"
-        f" {own['batch_size']} images. {SPREAD_NOTE} {measured_at(results)}."
-        + (f" Failed or no better than chance: {names}." if names else "")
-    )
-
-
-def language(results: dict) -> str:
-    """The language models beside COFFEE; the paper has none."""
-    return language_section(results, "coffee", {})

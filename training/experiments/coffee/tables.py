@@ -10,7 +10,6 @@ name the fixed symbol. Here it is the last noise symbol, unless `--fixed` names 
 not occur in the input. Further rows of Table 1 fix the embedding of the padding, of the trigger, of symbol 8, or none.
 """
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from hf_memmix.training.experiments.coffee.tasks import (
     InductionHead,
 )
 from hf_memmix.training.experiments.coffee.trainer import Run, train
-from hf_memmix.training.experiments.common.options import check_names
 
 EPOCH = 10_000
 TEST_CHUNKS = 4  # of 2500 sequences
@@ -135,14 +133,6 @@ def best_weights(run: Run) -> dict:
     return {name: p[best].tolist() for name, p in run.model.named_parameters()}
 
 
-def restore(found: dict) -> CoffeeCore:
-    """The model of the best seed in the results of a run, on the CPU."""
-    weights = {name: torch.tensor(values)[None] for name, values in found["weights"].items()}
-    model = CoffeeCore(SYMBOLS, found["dim"], found["states"], fixed=found["fixed"])
-    model.load_state_dict(weights)
-    return model
-
-
 @dataclass
 class Results:
     """The rows of `settings` whose results are written to one file, and the seed of their models and data."""
@@ -155,7 +145,6 @@ class Results:
 def run_rows(
     files: list[Results],
     seconds: float = float("inf"),
-    checkpoints: Path | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
     """Train the rows of all files at the same time, for at most `seconds`, and write the files.
@@ -163,15 +152,12 @@ def run_rows(
     Args:
         files: what to train; no two rows have the same name (`name_of`). A file is also written about every 30
             seconds.
-        checkpoints: the folder in which trainings are saved, and from which they go on.
         report: as in `trainer.train`.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start, where = time.perf_counter(), environment(device)
     runs = {file.out: [make_run(row, file.seed) for row in file.rows] for file in files}
     together = [run for of_file in runs.values() for run in of_file]
-    for run in together if checkpoints is not None else []:
-        run.checkpoint = Path(checkpoints) / (re.sub(r"[^\w=.]+", "_", f"{run.name} seed={run.seed}") + ".pt")
 
     def write(found: dict[str, dict]):
         took = round(time.perf_counter() - start, 1)
@@ -190,11 +176,7 @@ def run_rows(
 def main(
     out: Annotated[Path, typer.Argument(help="the JSON file to write")],
     tables: Annotated[list[int], typer.Option(help="numbers of tables, 1 to 6; repeatable")] = (1, 2, 3, 4, 5, 6),
-    models: Annotated[list[str], typer.Option(help="only these models; repeatable")] = (),
-    only: Annotated[list[str], typer.Option(help="only rows with this in their name, as length=256; repeatable")] = (),
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
-    seeds: Annotated[int | None, typer.Option(help="number of seeds of every row; default: as in the table")] = None,
-    epochs: Annotated[int | None, typer.Option(help="most epochs of a row; default: as in the table")] = None,
     fixed: Annotated[
         int | None, typer.Option(help="symbol whose embedding is fixed; default: as in the table")
     ] = None,
@@ -203,31 +185,17 @@ def main(
         Path | None,
         typer.Option(help="also train Table 2 with the next seed, into this JSON file"),
     ] = None,
-    checkpoints: Annotated[
-        Path | None,
-        typer.Option(help="folder in which every training is saved; the same command goes on from it"),
-    ] = None,
 ) -> None:
     """Train the rows of the tables."""
-    check_names("--models", models, MODELS)
     rows = [row for table in tables for row in settings(table)]
-    rows = [row for row in rows if not models or row["model"] in models]
-    if seeds:
-        rows = [{**row, "seeds": seeds} for row in rows]
-    if epochs:
-        rows = [{**row, "epochs": epochs} for row in rows]
     if fixed is not None:
         rows = [{**row, "options": row["options"] | {"fixed": fixed}} for row in rows if row["model"] == "coffee"]
-    if only:
-        rows = [row for row in rows if any(text in name_of(row) for text in only)]
-    if not rows:
-        raise typer.BadParameter("no row of these tables is left", param_hint="--only")
     files = [Results(out, rows, seed)]
     if further_seeds is not None:
         if further_seeds == out:
             raise typer.BadParameter("this is the file of the other rows, too", param_hint="--further-seeds")
         files.append(Results(further_seeds, settings(2), seed + 1))
-    run_rows(files, seconds, checkpoints)
+    run_rows(files, seconds)
 
 
 if __name__ == "__main__":

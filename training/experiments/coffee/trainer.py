@@ -13,14 +13,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hf_memmix.training.experiments.common.averages import median
-from hf_memmix.training.experiments.common.checkpoints import Checkpoint
 
 SLICE = 50  # steps of one run before the next has its turn
 STEPS_PER_GRAPH = 10  # at most; Python launches a graph once for so many steps
@@ -43,8 +41,6 @@ class Run:
         evaluate_every: number of steps between two evaluations.
         enough: stop when every copy has this accuracy.
         lower_rate: (loss, rate): use this rate when the mean training loss of the copies is below this loss.
-        checkpoint: the file in which the training is saved at every evaluation, also the last one. If it exists, the
-            training goes on from it. The moments of Adam are rounded to bfloat16 (`common/checkpoints.py`).
         info: further entries of the results.
     """
 
@@ -59,15 +55,10 @@ class Run:
     evaluate_every: int = 1000
     enough: float = 2.0
     lower_rate: tuple[float, float] | None = None
-    checkpoint: Path | None = None
     info: dict = field(default_factory=dict)
 
     def prepare(self, device: torch.device):
-        """Move to the device, go on from the checkpoint, and make the steps: a CUDA graph on a GPU.
-
-        Raises:
-            ValueError: the checkpoint is that of another run.
-        """
+        """Move to the device and make the steps: a CUDA graph on a GPU."""
         cuda = device.type == "cuda"
         self.model.to(device)
         self.generator = torch.Generator(device).manual_seed(2 * self.seed)
@@ -75,40 +66,16 @@ class Run:
         rate = torch.tensor(self.learning_rate, device=device) if cuda else self.learning_rate
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, capturable=cuda, fused=cuda or None)
         self.train_loss = torch.zeros((), device=device)
-        self.done, records = (0, {}) if self.checkpoint is None else self._file().load(self.model, self.optimizer)
-        self.curve, self.device, self.slices = records.get("curve", []), device, []
-        if records:
-            self._set_rate(records["rate"])
+        self.done, self.curve, self.slices = 0, [], []
         self.stream = torch.cuda.Stream() if cuda else None
         if cuda:
             torch.cuda.synchronize()  # the stream of its own starts from what the default one has made
-        self.per_launch = math.gcd(STEPS_PER_GRAPH, self.evaluate_every, self.iterations, self.done) if cuda else 1
+        self.per_launch = math.gcd(STEPS_PER_GRAPH, self.evaluate_every, self.iterations) if cuda else 1
         self.step = self._capture() if cuda else self._step
-        for generator, state in zip(self._generators, records.get("generators", []), strict=False):
-            generator.set_state(state.cpu())
-
-    @property
-    def _generators(self):
-        return self.generator, self.test_generator
-
-    def _file(self) -> Checkpoint:
-        settings = {"name": self.name, "seed": self.seed, "batch": self.batch, "learning_rate": self.learning_rate}
-        return Checkpoint(self.checkpoint, settings)
 
     def _set_rate(self, rate: float):
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
-
-    def save(self):
-        """Write the checkpoint, if the run has a file; no step may be running."""
-        if self.checkpoint is None:
-            return
-        records = {
-            "curve": self.curve,
-            "rate": float(self.optimizer.param_groups[0]["lr"]),
-            "generators": [generator.get_state() for generator in self._generators],
-        }
-        self._file().save(self.done, self.model, self.optimizer, records)
 
     @property
     def due(self) -> bool:
@@ -140,7 +107,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self):
-        """Append accuracy and loss of every copy on the test to the curve; lower the rate if it is time; save."""
+        """Append accuracy and loss of every copy on the test to the curve; lower the rate if it is time."""
         right, loss, count = 0, 0, 0
         with torch.cuda.stream(self.stream):
             for inputs, labels in self.test(self.test_generator):
@@ -152,7 +119,6 @@ class Run:
             if self.lower_rate is not None and self.train_loss.item() < self.lower_rate[0]:
                 self._set_rate(self.lower_rate[1])
             self.curve.append({"iteration": self.done, "accuracy": accuracy, "loss": loss})
-            self.save()
 
     def stop(self):
         """Measure what has been trained since the last evaluation."""
@@ -201,7 +167,6 @@ class Run:
     def _capture(self):
         """A function that runs `per_launch` steps by one CUDA graph."""
         start = {name: t.clone() for name, t in self.model.state_dict().items()}
-        moments = {p: {name: t.clone() for name, t in state.items()} for p, state in self.optimizer.state.items()}
         with torch.cuda.stream(self.stream):
             for _ in range(3):
                 self._step()
@@ -215,9 +180,9 @@ class Run:
         # the warm-up is no part of the training
         with torch.no_grad():
             self.model.load_state_dict(start)
-            for p, state in self.optimizer.state.items():
-                for name, tensor in state.items():
-                    tensor.copy_(moments[p][name]) if p in moments else tensor.zero_()
+            for state in self.optimizer.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
         self.generator.manual_seed(2 * self.seed)
         torch.cuda.synchronize()
         self.graph = graph

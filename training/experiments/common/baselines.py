@@ -8,7 +8,6 @@ memory differs.
   Gu, arXiv:2405.21060).
 - "gla" (gated linear attention) uses the block of GKA.
 - "gdn" (Gated DeltaNet; Yang et al., arXiv:2412.06464) uses the block of Lattice.
-- "enc-as-written" is Lattice's ENC without the limits of v and of the step that `LatticeMixer` adds to the paper.
 - "mamba2-no-vconv" is Mamba-2 whose x has no short convolution; B and C, its keys and queries, keep theirs.
 
 The other baselines, the delta rule and TTT, are variants of `LatticeMixer`.
@@ -183,21 +182,6 @@ class GDNMixer(LatticeMixer):
     def heads_for_memory(self, q, k, v, tokens):
         q, k, v = super().heads_for_memory(q, k, v, tokens)
         return q, k, (v * tokens["log_decay"].neg().exp()[..., None]).to(v.dtype)
-
-
-@mixer_options
-class EncAsWrittenOptions(LatticeOptions):
-    """`LatticeOptions` with the variant ENC."""
-
-    variant: str = "enc"
-
-
-@register_mixer("enc-as-written")
-class EncAsWrittenMixer(LatticeMixer):
-    """Lattice's ENC as in the paper: v has any norm, and a step is as large as the step size says."""
-
-    options_class = EncAsWrittenOptions
-    stabilises_enc = False
 
 
 class ConvolutionWithoutX(ShortConvolution):

@@ -9,22 +9,20 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_memmix import memmix_config
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.bundled.language_model import decay_matrices, mean_loss, next_token_loss
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "linear"
-from hf_memmix.training.experiments.common.checkpoints import Checkpoint
-from hf_memmix.training.experiments.common.graphs import TURN, WARM_UP, GraphedFunction
-from hf_memmix.training.experiments.common.harness import OutOfTime, check_time, device
+from hf_memmix.training.experiments.common.graphs import GraphedFunction
+from hf_memmix.training.experiments.common.harness import check_time, device
 from hf_memmix.training.experiments.common.text import VOCAB, Windows, measured_tokens, train_tokens
 
 # the name of a model: the mixer of all its layers and the mixer's options
@@ -53,7 +51,6 @@ MODELS = {
     "gla-no-vconv": ("gla", {"use_v_conv": False}),
     "linear-decay-vconv": ("linear", {"decay": True, "use_v_conv": True}),
     "mamba2-no-vconv": ("mamba2-no-vconv", {}),
-    "enc-as-written": ("enc-as-written", {}),
 }
 # Models whose memory is as large as that of Lattice, hidden_size * head size numbers per layer, and the option that
 # makes it so. GKA keeps two matrices [head size, head size] per head, so it gets twice as many heads of half the size.
@@ -64,7 +61,7 @@ EQUAL_MEMORY = {
     "mamba2-no-vconv-equal": "state_size",
 }
 NAMES = (*MODELS, *EQUAL_MEMORY)
-STEPS_AHEAD = 16  # with a checkpoint: the steps that may wait for the device when the clock is asked
+POINTS = 20  # how many times in a training its loss is read; reading waits for the device
 
 
 def model_of(name: str, args: SimpleNamespace) -> tuple[SimpleNamespace, str, dict]:
@@ -139,16 +136,6 @@ def convolved_inputs(shapes: dict) -> str:
     return ", ".join(names) if names else "q, k, v" if "conv" in shapes else ""
 
 
-class Deadline(TrainerCallback):
-    """A Trainer callback that ends the training of a row at the command's deadline."""
-
-    def __init__(self, args):
-        self.args = args
-
-    def on_step_end(self, *args, **kwargs):
-        check_time(self.args)
-
-
 def autocast():
     return torch.autocast("cuda", torch.bfloat16) if device().type == "cuda" else contextlib.nullcontext()
 
@@ -165,10 +152,6 @@ def fit(
     warmup_steps: int | None = None,
     groups: list[dict] | None = None,
     graphed: bool = True,
-    checkpoint: Path | None = None,
-    row: dict | None = None,
-    points: int = 20,
-    points_below: int = 1,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -177,29 +160,19 @@ def fit(
 
     Args:
         batch_of: returns the tensors of a step; their shapes are the same at every step.
-        stop_below_loss: training ends early when the loss is below this value, see `points_below`.
+        stop_below_loss: training ends early when the loss is below this value at a point of the curve.
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
         groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
         graphed: on a GPU, capture a step as a CUDA graph.
-        checkpoint: the file in which a training is saved that the command's deadline stops. If it exists, the training
-            goes on from it: the batches of the steps before are drawn and not used. With it the clock is asked after
-            every step, otherwise at each point of the curve.
-        row: what else, besides the other arguments and the shapes of a batch, a checkpoint must have in common with
-            this training: for example the model's name and the seed.
-        points: how many times in a run the loss is read, at least 1. Reading waits for the device.
-        points_below: how many points of the curve in a row must be below `stop_below_loss`, at least 1. One batch of
-            few answers can be below it by chance.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
         since the previous point of the curve; "steps", the number of steps that ran; "finite", whether the losses
-        are finite; "ms_per_step"; "graphed", whether steps were replayed from a CUDA graph; "resumed_at", the steps
-        after which the training went on from a checkpoint, if it did.
+        are finite; "ms_per_step"; "graphed", whether steps were replayed from a CUDA graph.
 
     Raises:
         OutOfTime: the command's deadline passed before the training ended.
-        ValueError: the checkpoint was saved by a training with other settings.
     """
     model.train()
     groups = decay_matrices(model.parameters(), 0.1) if groups is None else groups
@@ -216,23 +189,7 @@ def fit(
         decayed = max(0.0, step / steps - constant_rate_share) / (1 - constant_rate_share)
         return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * decayed))
 
-    settings = {"steps": steps, "lr": lr, "warmup_steps": warmup, "constant_rate_share": constant_rate_share}
-    settings |= {"stop_below_loss": stop_below_loss, "points": points, "points_below": points_below} | (row or {})
-    saved = None if checkpoint is None else Checkpoint(checkpoint, settings)
-    start, records = (0, {}) if saved is None else saved.load(model, optimizer)
-    curve, norms, resumed = (records.get(name, []) for name in ("curve", "gradient_norms", "resumed_at"))
-
-    def drawn(step: int) -> tuple[Tensor, ...]:
-        batch = batch_of(step)
-        if saved is not None and step == 0:
-            saved.agree(batch=[list(x.shape) for x in batch])
-        return batch
-
-    if start:
-        resumed.append(start)
-        for step in range(start):
-            drawn(step)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(start + step))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
 
     def update(*batch) -> Tensor:
         optimizer.zero_grad()
@@ -244,55 +201,29 @@ def fit(
         return torch.stack([loss.detach().float(), norm.float()])
 
     update = GraphedFunction(update) if on_gpu and graphed else update
-    every, began = max(1, steps // points), time.time()
-    largest = torch.full((), records.get("largest", 0.0), device=device())
-
-    def ended() -> bool:
-        """Whether the last points of the curve end the training: a loss that is not finite, or small ones."""
-        last = [loss for _, loss in curve[-points_below:]]
-        return not math.isfinite(last[-1]) or (len(last) == points_below and max(last) < stop_below_loss)
-
-    def run_steps(first: int, end: int) -> bool:
-        """Run the steps from `first` to before `end`; returns whether the training goes on after them."""
-        for step in range(first, end):
-            loss, norm = update(*drawn(step))
-            torch.maximum(largest, norm, out=largest)
-            schedule.step()
-            at_point = (step + 1) % every == 0 or step + 1 == steps
-            if at_point:
-                curve.append([step + 1, round(loss.item(), 4)])
-                norms.append(round(largest.item(), 4))
-                largest.zero_()
-                if ended():
-                    return False
-            elif saved is not None and step % STEPS_AHEAD == 0:
-                loss.item()  # waits for the device: steps that are only launched would run after the deadline
-            if at_point or saved is not None:
-                try:
-                    check_time(args)
-                except OutOfTime:
-                    if saved is not None:
-                        so_far = curves | {"resumed_at": resumed, "largest": largest.item()}
-                        saved.save(step + 1, model, optimizer, so_far)
-                    raise
-        return True
-
-    curves = {"curve": curve, "gradient_norms": norms}
-    first = min(steps, start + WARM_UP + 1)
-    goes_on = run_steps(start, first)
-    captured = getattr(update, "graph", None) is not None
-    if goes_on:
-        # other threads work while a graph is replayed; a training without one keeps the turn
-        with TURN.given_up() if captured else contextlib.nullcontext():
-            run_steps(first, steps)
+    every, began = max(1, steps // POINTS), time.time()
+    curve, norms, largest = [], [], torch.zeros((), device=device())
+    for step in range(steps):
+        loss, norm = update(*batch_of(step))
+        torch.maximum(largest, norm, out=largest)
+        schedule.step()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            curve.append([step + 1, round(loss.item(), 4)])
+            norms.append(round(largest.item(), 4))
+            largest.zero_()
+            if not stop_below_loss <= curve[-1][1] < math.inf:  # small enough, or not finite
+                break
+            check_time(args)
     took, done = time.time() - began, curve[-1][0]
     optimizer.zero_grad()
-    if saved is not None:
-        saved.remove()
-    finite = math.isfinite(curve[-1][1])
-    curves |= {"resumed_at": resumed} if resumed else {}
-    speed = {"ms_per_step": round(1000 * took / max(1, done - start), 2), "graphed": captured}
-    return {**curves, "steps": done, "finite": finite, **speed}
+    return {
+        "curve": curve,
+        "gradient_norms": norms,
+        "steps": done,
+        "finite": math.isfinite(curve[-1][1]),
+        "ms_per_step": round(1000 * took / done, 2),
+        "graphed": getattr(update, "graph", None) is not None,
+    }
 
 
 def train_language_model(

@@ -1,55 +1,14 @@
 """Runs a function of tensors as one CUDA graph, because launching the kernels of a small model takes longer than
-running them. Several threads of a process can train a model each; their graphs run at the same time.
+running them.
 """
 
-import contextlib
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 WARM_UP = 3  # calls before the capture: they compile the kernels and allocate the states of the optimizer
-
-
-class Turn:
-    """Lets one thread of a process work at a time, except where a thread allows the others to work (`given_up`).
-
-    Building a model, compiling kernels and capturing a graph change the state of the whole process (random numbers,
-    default dtype, caches of compiled kernels), so threads take turns there. Replaying a graph does not.
-    """
-
-    def __init__(self):
-        self._lock, self._thread = threading.Lock(), threading.local()
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for the turn and keep it inside the context."""
-        with self._lock:
-            self._thread.has_turn = True
-            try:
-                yield
-            finally:
-                self._thread.has_turn = False
-
-    @contextlib.contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Let other threads work inside the context, and wait for the turn at its end.
-
-        Nothing happens in a thread that does not have the turn.
-        """
-        if not getattr(self._thread, "has_turn", False):
-            yield
-            return
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-
-
-TURN = Turn()
 
 
 class GraphedFunction:
@@ -62,10 +21,7 @@ class GraphedFunction:
 
     def __init__(self, function: Callable[..., Tensor]):
         self.function, self.calls, self.graph, self.captures = function, 0, None, True
-        # The capture needs a stream that is not the default one. A thread's own stream keeps the workspaces of cuBLAS,
-        # which are kept per stream, apart from those of graphs that run at the same time.
-        current = torch.cuda.current_stream()
-        self.stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+        self.stream = torch.cuda.Stream()  # the capture needs a stream that is not the default one
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         if self.graph is None:

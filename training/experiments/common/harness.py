@@ -1,53 +1,90 @@
-"""Runs the rows of an experiment in several processes on one device, and writes finished rows to a JSON file.
+"""Runs the rows of an experiment in several processes, and writes finished rows to a JSON file.
 
-An experiment is a module with two functions. `rows_to_run(done, args)` returns the rows that can run now, the most
-important first. `run(row, args)` returns the results of one row. Rows and results are dictionaries of JSON values.
-Finished rows do not run again, so the same command resumes a run that a time limit stopped. A row that fails is
-recorded with its error, does not stop the others, and is tried again by the next command.
+An experiment is a module with a function `run(row, args)`, which returns the results of one row, and an `Experiment`,
+whose `rows(done, args)` returns the rows that can run now, the most important first:
 
-`run` may also be a generator of parts of the results. The harness writes each part at once, so the file holds the
-training of a row before the row is measured. A row is "unfinished" until its last part; if it is stopped before, the
-next command runs it again. A measurement that fails (`attempt`) is listed in the row's "errors"; the row is finished
-without it. A process can run several rows in threads (`streams`), of which only the replayed CUDA graphs run at the
-same time (`graphs.Turn`).
+    class Settings(Options):
+        lrs: Rates = (1e-3, 2e-3)
+
+    def run(row, args): ...
+
+    main = Experiment("name", __file__, Settings, lambda done, args: plan(done, ARMS, args.lrs, seeds=3)).command()
+
+    if __name__ == "__main__":
+        typer.run(main)
+
+Rows and results are dictionaries of JSON values. Finished rows do not run again, so the same command resumes a run
+that a time limit stopped. A row that fails is recorded with its error, does not stop the others, and is tried again by
+the next command. `rates.plan` makes the rows of arms, budgets and seeds; `report.rows_table` is their table.
+
+`run` may also be a generator of parts of the results. Each part is written at once, so the file holds the training of
+a row before the row is measured. A row is "unfinished" until its last part; if it is stopped before, the next command
+runs it again. A measurement that fails (`attempt`) is listed in the row's "errors"; the row is finished without it.
 """
 
-import contextlib
 import importlib
 import itertools
 import json
 import multiprocessing
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from hf_memmix.command_options import command
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.experiments.bundled.versions import check_teacher, earlier_teacher
-from hf_memmix.training.experiments.common.graphs import TURN
 
 PACKAGE = "hf_memmix.training.experiments"
 GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
-_RESUME_MAY_CHANGE = ("out", "plot", "workers", "streams", "seconds", "whole_rows", "deadline", "text", "images",
-                      "teacher", "data", "eager", "checkpoints")  # fmt: skip
+_RESUME_MAY_CHANGE = ("out", "workers", "seconds", "deadline", "text", "images", "teacher", "data", "eager")
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
-_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list",
-                      "tiers")  # fmt: skip
+_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list")
+# experiments that convert or measure the bundled transformer
+OF_THE_BUNDLED_TEACHER = ("conversion_table", "init_table", "compare_plans", "context_use", "mixtures")
 
 
 class OutOfTime(Exception):
     """The time limit of the command passed before a row ended. The next command runs this row again."""
 
 
-# experiments that convert or measure the bundled transformer
-OF_THE_BUNDLED_TEACHER = ("conversion_table", "init_table", "compare_plans", "context_use", "mixtures")
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment whose command runs its rows.
+
+    Args:
+        name: its name in its results.
+        script: the file of the module with `run`, in a folder of `training/experiments`.
+        options: a subclass of `options.Options`.
+        rows: the rows that can run now, from the finished ones and the options.
+        check: raises a usage error for options that cannot be run, and may change them.
+        about: further entries of the results, from the options: for example the training text.
+    """
+
+    name: str
+    script: str
+    options: type
+    rows: Callable[[list[dict], SimpleNamespace], list[dict]]
+    check: Callable[[SimpleNamespace], object] = lambda args: None
+    about: Callable[[SimpleNamespace], dict] = lambda args: {}
+
+    def command(self) -> Callable:
+        """The function that typer runs."""
+
+        @command(self.options)
+        def main(args) -> None:
+            """Run every row and write the results."""
+            self.check(args)
+            execute(self.name, self.script, args, self.rows, **self.about(args))
+
+        return main
 
 
 def device() -> torch.device:
@@ -121,10 +158,7 @@ def load_results(args: SimpleNamespace, name: str) -> dict:
 def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: Callable, **about) -> dict:
     """Run the rows that `rows_to_run` returns until all of them have run or the time limit has passed.
 
-    Args:
-        name: the experiment's name in its results.
-        script: the file of the experiment, in a folder of `training/experiments`; the workers import it for its `run`.
-        about: further entries of the results, for example the description of the training text, or "teacher".
+    Args: as those of `Experiment`.
 
     Returns the content of `args.out`: "experiment", "environment", "settings", the entries of `about`, and "rows".
     """
@@ -132,21 +166,16 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
     args.out.parent.mkdir(parents=True, exist_ok=True)
     check_teacher(args.out, about)
     results = load_results(args, name) | about
-    before = len(results["rows"])
     module = f"{PACKAGE}.{Path(script).parent.name}.{Path(script).stem}"
-    context, gpus = multiprocessing.get_context("spawn"), itertools.cycle(_gpus_of_workers())
-    idle, busy, limit = [], {}, max(1, args.workers) * max(1, args.streams)
-    spoiled = set()  # processes in which a row failed: their CUDA context may be unusable
+    gpus, idle, busy = itertools.cycle(_gpus_of_workers()), [], {}
     try:
         while True:
             tried = [*results["rows"], *(row for row, _ in busy.values())]
             done = [row for row in results["rows"] if "unfinished" not in row]
             waiting = [row for row in rows_to_run(done, args) if not any(matches(t, row) for t in tried)]
-            if time.time() + _least_time(results["rows"][before:], args) > args.deadline:
-                waiting = []
-            while waiting and len(busy) < limit:
-                idle = idle or _start(context, module, args, next(gpus))
-                pipe, process = idle.pop()
+            waiting = waiting if time.time() < args.deadline else []
+            while waiting and len(busy) < max(1, args.workers):
+                pipe, process = idle.pop() if idle else _start(module, args, next(gpus))
                 pipe.send(waiting[0])
                 busy[pipe] = (waiting.pop(0), process)
             if not busy:
@@ -158,21 +187,13 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
                 break
             for pipe in ready:
                 row, process = busy.pop(pipe)
-                try:
-                    outcome = pipe.recv()
-                except EOFError:
-                    process.join()
-                    outcome = {"error": f"its process ended with exit code {process.exitcode}"}
+                outcome = _received(pipe, process)
                 if outcome is not None and "unfinished" in outcome:
                     busy[pipe] = (row, process)
+                elif outcome is not None and outcome.keys() & {"error", "errors"}:
+                    process.terminate()  # its CUDA context may be unusable
                 else:
                     idle.append((pipe, process))
-                if outcome is not None and outcome.keys() & {"error", "errors"}:
-                    spoiled.add(process)
-                if process in spoiled:
-                    idle = [pair for pair in idle if pair[1] is not process]
-                    if all(other is not process for _, other in busy.values()):
-                        process.terminate()
                 if outcome is None:
                     continue
                 _record(results, row, outcome)
@@ -181,17 +202,17 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
                     shown = {k: round(v, 4) for k, v in outcome.items() if isinstance(v, float)}
                     print(name, row, outcome.get("error", shown), outcome.get("errors", ""), flush=True)
     finally:
-        for process in [p for _, p in idle] + [p for _, p in busy.values()]:
+        for _, process in [*idle, *busy.values()]:
             process.terminate()
     return results
 
 
-def _least_time(rows: list[dict], args: SimpleNamespace) -> float:
-    """The seconds that a row of this run needs at least: those of the shortest of its finished `rows`.
-
-    0 without the option `whole_rows`, with which the last seconds of a run are left to the rows that are running.
-    """
-    return min((row["seconds"] for row in rows if "seconds" in row), default=0.0) if args.whole_rows else 0.0
+def _received(pipe, process) -> dict | None:
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join()
+        return {"error": f"its process ended with exit code {process.exitcode}"}
 
 
 def _record(results: dict, row: dict, outcome: dict) -> None:
@@ -208,38 +229,20 @@ def _gpus_of_workers() -> list[str]:
     return [str(i) for i in range(max(1, torch.cuda.device_count()))] if visible is None else visible.split(",")
 
 
-def _start(context, module: str, args: SimpleNamespace, gpu: str) -> list[tuple]:
-    """Start a process; returns a pair (pipe, process) for each of the rows that it can run at the same time."""
-    pipes = [context.Pipe() for _ in range(max(1, args.streams))]
-    process = context.Process(target=work, args=([there for _, there in pipes], module, args, gpu), daemon=True)
+def _start(module: str, args: SimpleNamespace, gpu: str) -> tuple:
+    """Start a process; returns its pipe and the process."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(there, module, args, gpu), daemon=True)
     process.start()
-    for _, there in pipes:
-        there.close()
-    return [(here, process) for here, _ in pipes]
+    there.close()
+    return here, process
 
 
-def work(pipes: list, module: str, args: SimpleNamespace, gpu: str) -> None:
-    """The work of a process: a thread for each pipe."""
+def work(pipe, module: str, args: SimpleNamespace, gpu: str) -> None:
+    """The work of a process: receive rows and send results, or None for a row that the deadline stopped."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # set before the first use of CUDA, when it is read
     experiment = importlib.import_module(module)
-    threads = [threading.Thread(target=_serve, args=(pipe, experiment, args, len(pipes) > 1)) for pipe in pipes[1:]]
-    for thread in threads:
-        thread.start()
-    _serve(pipes[0], experiment, args, len(pipes) > 1)
-    for thread in threads:
-        thread.join()
-
-
-def _serve(pipe, experiment, args: SimpleNamespace, with_others: bool) -> None:
-    """Receive rows and send results, or None for a row that the deadline stopped, until the pipe is closed."""
-    own_stream = contextlib.nullcontext()
-    if with_others and torch.cuda.is_available():
-        own_stream = torch.cuda.stream(torch.cuda.Stream())
-    with own_stream:
-        _serve_rows(pipe, experiment, args)
-
-
-def _serve_rows(pipe, experiment, args: SimpleNamespace) -> None:
     while True:
         try:
             row = pipe.recv()
@@ -247,13 +250,12 @@ def _serve_rows(pipe, experiment, args: SimpleNamespace) -> None:
             return
         began = time.time()
         try:
-            with TURN.taken():
-                outcome = experiment.run(row, args)
-                if isinstance(outcome, Iterator):
-                    parts, outcome = outcome, {}
-                    for part in parts:
-                        outcome |= part
-                        pipe.send({**outcome, "unfinished": True})
+            outcome = experiment.run(row, args)
+            if isinstance(outcome, Iterator):
+                parts, outcome = outcome, {}
+                for part in parts:
+                    outcome |= part
+                    pipe.send({**outcome, "unfinished": True})
             outcome["seconds"] = round(time.time() - began, 1)
         except OutOfTime:
             outcome = None
@@ -261,6 +263,5 @@ def _serve_rows(pipe, experiment, args: SimpleNamespace) -> None:
             traceback.print_exc()
             outcome = {"error": _message(error)}
         if torch.cuda.is_available():
-            with TURN.taken():  # not while another thread captures a graph
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         pipe.send(outcome)

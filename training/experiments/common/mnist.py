@@ -1,4 +1,4 @@
-"""The 5,000 images of MNIST that `gka_vision/make_digits.py` writes, in three parts, and their random shifts."""
+"""The 5,000 images of MNIST that `gka_vision/make_images.py` writes, in three parts, and their random shifts."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def read_parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     with numpy.load(path) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     if images.shape[1:] != (SIZE, SIZE) or len(images) != len(labels) or len(images) <= TEST + DEV:
-        raise ValueError(f"{path} has images {tuple(images.shape)}; make it by make_digits.py")
+        raise ValueError(f"{path} has images {tuple(images.shape)}; make it by make_images.py")
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     parts = {"test": slice(0, TEST), "dev": slice(TEST, TEST + DEV), "train": slice(TEST + DEV, None)}
     return {name: (images[order][part].to(device()), labels[order][part].to(device())) for name, part in parts.items()}

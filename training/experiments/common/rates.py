@@ -1,8 +1,8 @@
 """The choice of a learning rate: which rates are tried, which one is chosen, and which rows have the chosen rate."""
 
 import math
-from collections.abc import Iterable
-from types import SimpleNamespace
+import statistics
+from collections.abc import Iterable, Sequence
 
 from hf_memmix.training.experiments.common.harness import matches
 
@@ -18,14 +18,12 @@ def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
     return min(rows, key=lambda row: row["dev_loss"], default=None)
 
 
-def rates_to_try(
-    done: list[dict], lrs: list[float], extensions: int = MAX_EXTENSIONS, key: str = "lr", **wanted
-) -> tuple[list[float], float | None]:
+def rates_to_try(done: list[dict], lrs: list[float], key: str = "lr", **wanted) -> tuple[list[float], float | None]:
     """The learning rates to try for the rows with the wanted values, and the rate that is chosen for them.
 
     The chosen rate has the lowest development loss; it is None until all rates have been tried. While the best rate
     is the largest one tried, twice that rate is tried as well; while it is the smallest, half that rate, up to
-    `extensions` times. The rule is the same for all models, so no model is behind only because the given rates
+    `MAX_EXTENSIONS` times. The rule is the same for all models, so no model is behind only because the given rates
     did not suit it. Rates that were tried for another reason count as well, except where one rate is given: it is
     the choice. `key`: the name of the rate in a row.
     """
@@ -37,42 +35,60 @@ def rates_to_try(
         if best is None:
             break
         beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(best[key])
-        if given == 1 or beyond is None or len(lrs) >= given + extensions:
+        if given == 1 or beyond is None or len(lrs) >= given + MAX_EXTENSIONS:
             return lrs, best[key]
         lrs.append(beyond)
     return lrs, None
 
 
-def rates_until_solved(
-    done: list[dict], lrs: list[float], solved: float, extensions: int = MAX_EXTENSIONS, **kind
-) -> tuple[list[float], float | None]:
-    """The rates to try with seed 0 for the rows of this kind, and the chosen one; None until it is known.
+def plan(
+    done: list[dict],
+    arms: Iterable[dict],
+    lrs: list[float],
+    seeds: Iterable[int],
+    budgets: Sequence[dict] = ({},),
+    key: str = "lr",
+) -> list[dict]:
+    """The rows of a comparison: every arm at every budget with every seed, at the rate that development data choose.
 
-    The rates run in the given order. After a rate whose development loss is below `solved` no further one is tried:
-    the loss cannot choose between rates that both solve the task. If none does, `rates_to_try` decides.
+    First every arm is trained at the first budget with the first seed, with one rate before any arm has the next one,
+    so a time limit leaves out the same rates of all arms. Then the chosen rate of each arm runs at all budgets, one
+    seed after the other.
+
+    Args:
+        arms, budgets: the values of a row that name them, for example {"model": "gka"} and {"context": 512}.
+        lrs: the rates to try, see `rates_to_try`.
+        key: the name of the rate in a row.
     """
-    first = lowest_dev_loss(done, **kind, seed=0)
-    if first is not None and first["dev_loss"] < solved:
-        return [first["lr"]], first["lr"]
-    tried = {row["lr"] for row in done if matches(row, {**kind, "seed": 0})}
-    for position, lr in enumerate(lrs):
-        if lr not in tried:
-            return lrs[: position + 1], None
-    return rates_to_try(done, lrs, extensions, **kind, seed=0)
+    seeds, tries, chosen = list(seeds), [], []
+    for arm in arms:
+        cell = {**arm, **budgets[0], "seed": seeds[0]}
+        rates, best = rates_to_try(done, lrs, key=key, **cell)
+        tries += [(rates.index(lr), {**cell, key: lr}) for lr in rates]
+        chosen += [] if best is None else [{**arm, key: best}]
+    rows = [row for _, row in sorted(tries, key=lambda pair: pair[0])]
+    return rows + [{**arm, **budget, "seed": seed} for seed in seeds for budget in budgets for arm in chosen]
 
 
-def rows_until_solved(done: list[dict], kinds: Iterable[dict], solved: float, args: SimpleNamespace) -> list[dict]:
-    """The first rate of every kind of rows, then in turns further rates and, where the rate is known, other seeds.
+def at_best_rate(rows: list[dict], **wanted) -> list[dict]:
+    """The trained rows with the wanted values, of all seeds, at the learning rate with the lowest mean development
+    loss.
 
-    kinds: the values that name a kind, the most important kind first. `rates_until_solved` decides about the rates,
-    with `args.lrs` and `args.further_rates`. `args.seeds`: the number of seeds; the first one tries the rates.
+    The mean is over the seeds that every rate has finished. A rate is not chosen if one of its trainings diverged.
     """
-    rows = []
-    for kind in kinds:
-        lrs, chosen = rates_until_solved(done, args.lrs, solved, args.further_rates, **kind)
-        rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
-        rows += [(seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None]
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    by_rate = {}
+    for row in rows:
+        if matches(row, wanted) and ("dev_loss" in row or row.get("finite") is False):
+            by_rate.setdefault(row["lr"], {})[row["seed"]] = row
+    if not by_rate:
+        return []
+    seeds = set.intersection(*map(set, by_rate.values())) or {min(min(found) for found in by_rate.values())}
+
+    def loss(rate: float) -> float:
+        losses = [row.get("dev_loss", math.inf) for seed, row in by_rate[rate].items() if seed in seeds]
+        return statistics.fmean(losses) if losses else math.inf
+
+    return list(by_rate[min(by_rate, key=loss)].values())
 
 
 def at_edge(rows: list[dict], lr: float, key: str = "lr") -> bool:

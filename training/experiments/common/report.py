@@ -10,7 +10,7 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, percent_above, spread_text
 from hf_memmix.training.experiments.common.fit import NAMES, memory_of, model_of
 from hf_memmix.training.experiments.common.harness import matches, measured_at
-from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.rates import at_best_rate, at_edge, chosen_rows, trained_and_failed
 
 # settings that two results must share before their rows stand in one table
 COMPARABLE = ("hidden_size", "layers", "heads", "batch_tokens", "tokens", "lrs")
@@ -99,6 +99,33 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
             row += cells.get(context, ("", "", ""))[: 3 if in_paper else 2]
         table.append(row)
     return f"{markdown_table(head, table)}\n\n" + "\n".join(orders)
+
+
+def rows_table(results: dict, by: str, *figures: str) -> str:
+    """A line for each arm: its rate, and the mean and deviation over seeds of its figures at this rate.
+
+    The rate has the lowest mean development loss (`at_best_rate`); "(edge)": no larger or no smaller one was tried.
+
+    Args:
+        by: the values of a row that name an arm, separated by commas: "model,context".
+        figures: "name:digits" or "name:digits:factor" of what is shown, for example "accuracy:1:100".
+    """
+    names, shown = by.split(","), [(*figure.split(":"), "1")[:3] for figure in figures]
+    arms: dict[tuple, list[dict]] = {}
+    for row in results["rows"]:
+        if row.get("finite", True) and all(name in row for name in names):
+            arms.setdefault(tuple(row[name] for name in names), []).append(row)
+    lines = []
+    for arm, tried in arms.items():
+        rows = at_best_rate(tried) if any("lr" in row for row in tried) else tried
+        rows = [row for row in rows if shown[0][0] in row]
+        if not rows:
+            continue
+        rate = rate_text(tried, rows[0]["lr"]) if "lr" in rows[0] else ""
+        cells = [spread_text([float(factor) * row[key] for row in rows], int(digits)) for key, digits, factor in shown]
+        lines.append([*arm, rate, *cells, len(rows)])
+    head = [*names, "rate", *(key + (", %" if factor == "100" else "") for key, _, factor in shown), "seeds"]
+    return f"{markdown_table(head, lines)}\n\n{SPREAD_NOTE} {measured_at(results)}."
 
 
 def rates_table(results: dict) -> str:

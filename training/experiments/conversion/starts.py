@@ -28,7 +28,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.assets import asset_path
-from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.compare import layer_errors
 from hf_memmix.conversion.families import attention_module
@@ -38,7 +37,7 @@ from hf_memmix.conversion.from_attention.lattice import scale_values
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.bundled.versions import bundled_teacher
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
-from hf_memmix.training.experiments.common.harness import device, execute
+from hf_memmix.training.experiments.common.harness import Experiment, device
 from hf_memmix.training.experiments.common.options import MeasuredTokens, Options, check_names
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.text_files import text_record
@@ -250,12 +249,19 @@ class StartsOptions(Options):
     steps: Annotated[int, typer.Option(help="steps of align, with 4 rows of half a block each")] = 24
 
 
-@command(StartsOptions)
-def main(args) -> None:
-    """Measure every start and write the results."""
-    check_names("--mixers", args.mixers, STARTS)
+def about(args) -> dict:
     texts = {name: {"text": text_record(asset_path(f"{name}.txt"))} for name in ("dev", "heldout")}
-    execute("init_table", __file__, args, rows_to_run, teacher=bundled_teacher(), **texts)
+    return {"teacher": bundled_teacher()} | texts
+
+
+main = Experiment(
+    "init_table",
+    __file__,
+    StartsOptions,
+    rows_to_run,
+    lambda args: check_names("--mixers", args.mixers, STARTS),
+    about,
+).command()
 
 
 if __name__ == "__main__":

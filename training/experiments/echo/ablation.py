@@ -1,6 +1,6 @@
 """Which part of SKA helps? Varies the action mask, the place of the SKA layers, and options of these layers.
 
-    python training/experiments/echo/ablation.py --lr 3e-3 --out echo_ablation.json --plot
+    python training/experiments/echo/ablation.py --lr 3e-3 --out echo_ablation.json
 
 Each variant is the SKA model of `transfer.py` with one or two changes; training and measurement are the same as
 there. All variants run with one seed before any runs with the next. With chunks of one token, every token reads all
@@ -16,10 +16,8 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import check_names, draw_if_asked
-from hf_memmix.training.experiments.echo.plots import plot_ablation
+from hf_memmix.training.experiments.common.harness import Experiment
+from hf_memmix.training.experiments.common.options import check_names
 from hf_memmix.training.experiments.echo.protocol import ProtocolOptions, learn_and_measure
 
 
@@ -74,12 +72,13 @@ class Options(ProtocolOptions):
     variants: Annotated[list[str], typer.Option(help="variants to compare; repeatable")] = tuple(VARIANTS)
 
 
-@command(Options)
-def main(args) -> None:
-    """Train every variant and write the results."""
-    check_names("--variants", args.variants, VARIANTS)
-    results = execute("echo_ablation", __file__, args, rows_to_run)
-    draw_if_asked(args, plot_ablation, results)
+main = Experiment(
+    "echo_ablation",
+    __file__,
+    Options,
+    rows_to_run,
+    lambda args: check_names("--variants", args.variants, VARIANTS),
+).command()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from hf_memmix.training.experiments.common.harness import attempt
-from hf_memmix.training.experiments.common.options import PlottedOptions, Steps
+from hf_memmix.training.experiments.common.options import Options, Steps
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.tasks import TASKS, check_task
 
 
-class ProtocolOptions(PlottedOptions):
+class ProtocolOptions(Options):
     steps: Steps = 5000
     batch: Annotated[int, typer.Option(help="sequences per step")] = 64
     length: Annotated[int, typer.Option(help="tokens of a training sequence")] = 64
@@ -55,7 +55,7 @@ def learn_and_measure(
     model, errors = suite.build(row["model"], row["seed"], layers, **ska), {}
     masked = masked and row["model"] == "ska"
     batches = suite.training_batches(row["seed"], args.batch, args.length, args.pairs)
-    result = suite.learn(model, batches, masked, row, args) | {"parameters": model.num_parameters()}
+    result = suite.learn(model, batches, masked, row["lr"], args) | {"parameters": model.num_parameters()}
     yield result
     if not result["finite"]:
         return

@@ -20,7 +20,7 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.fit import autocast, fit
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.common.mqar import TEST_SEED
-from hf_memmix.training.experiments.echo.tasks import TASKS, VALUES, Examples, draw_examples, mixture
+from hf_memmix.training.experiments.echo.tasks import VALUES, Examples, draw_examples, mixture
 
 MODELS = {
     "ssm": {"num_ska_layers": 0},
@@ -31,10 +31,8 @@ TRAINED = ("system_prompt", "tool_trace")
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 PAIRS = (2, 4, 8, 16)
 BATCHES_PER_DRAW = 64
-ACCURACY_STEPS = 50  # an accuracy during training is the mean over the batches of so many steps
 FORWARD_TOKENS = 2**16  # tokens of one forward in a measurement
 DEV_SEED = TEST_SEED // 2  # training seeds are smaller, so development and test sequences are new to the models
-SOLVED = 0.02  # the loss on development sequences below which a model has solved its cell of the recall grid
 # share of the steps at the full rate: the loss stays on a plateau for thousands of steps before recall is learned, and
 # a rate that decays during the plateau keeps the loss there
 CONSTANT_RATE_SHARE = 0.6
@@ -98,76 +96,19 @@ def accuracy_of(logits: Tensor, examples: Examples) -> Tensor:
     return (values == examples.values).float().mean()
 
 
-def learn(
-    model,
-    batches: Iterable[Examples],
-    masked: bool,
-    row: dict,
-    args: SimpleNamespace,
-    accuracy_every: int | None = None,
-    **fit_options,
-) -> dict:
-    """Train for `args.steps` steps, one batch per step, at the row's rate; the loss counts the answers only.
-
-    With `accuracy_every` the result has "accuracies", [step, accuracy] after each multiple of so many steps: the mean
-    over the last `ACCURACY_STEPS` batches, each answered before it is learned. The model has seen none of them before.
-
-    Raises:
-        ValueError: `accuracy_every` and a checkpoint are given; a training that goes on would miss earlier accuracies.
-    """
-    if accuracy_every and fit_options.get("checkpoint") is not None:
-        raise ValueError("accuracies are not saved in a checkpoint; give accuracy_every or checkpoint, not both")
-    stream_of, accuracies = iter(batches), []
-    right = torch.zeros((), device=device())
-    averaged = min(ACCURACY_STEPS, accuracy_every or 1)
-
-    def note_accuracy(step: int):
-        """Called with the number of steps that have run."""
-        if accuracy_every and step and step % accuracy_every == 0:
-            accuracies.append([step, round(right.item() / averaged, 4)])
-        if accuracy_every and (step + averaged) % accuracy_every == 0:
-            right.zero_()
+def learn(model, batches: Iterable[Examples], masked: bool, lr: float, args: SimpleNamespace) -> dict:
+    """Train for `args.steps` steps, one batch per step; the loss counts the answers only."""
+    stream_of = iter(batches)
 
     def batch_of(step: int) -> tuple[Tensor, ...]:
-        note_accuracy(step)
         batch = next(stream_of)
         return batch.ids, batch.positions, batch.values, batch.action_mask
 
     def loss_of(*tensors: Tensor) -> Tensor:
         examples = Examples(*tensors)
-        logits = value_logits(model, examples, masked)
-        if accuracy_every:
-            right.add_(accuracy_of(logits.detach(), examples))
-        return F.cross_entropy(logits.flatten(0, 1), examples.values.flatten())
+        return F.cross_entropy(value_logits(model, examples, masked).flatten(0, 1), examples.values.flatten())
 
-    fit_options |= {"constant_rate_share": CONSTANT_RATE_SHARE, "row": row}
-    result = fit(model, loss_of, args.steps, row["lr"], args, batch_of, **fit_options)
-    if not accuracy_every:
-        return result
-    note_accuracy(result["steps"])
-    return result | {"accuracies": accuracies}
-
-
-def grid_length(pairs: int, gap: int) -> int:
-    """Tokens of a sequence of the recall grid (`mqar.py`)."""
-    return TASKS["mqar"][1](pairs) + gap
-
-
-def budget_of(settings: dict, row: dict) -> tuple[int, int]:
-    """Tokens of a training step, at most, and the number of steps in the row's cell of the recall grid.
-
-    A cell [pairs, gap, tokens, steps] of the settings has its own; those of other cells are the settings'.
-    """
-    for pairs, gap, *own in settings["cells"]:
-        if own and (pairs, gap) == (row["pairs"], row["gap"]):
-            return tuple(own)
-    return settings["batch_tokens"], settings["steps"]
-
-
-def sequences_per_step(settings: dict, row: dict) -> int:
-    """Sequences of a step in the row's cell of the recall grid: "batch" of the settings, or fewer by its tokens."""
-    tokens, _ = budget_of(settings, row)
-    return max(1, min(settings["batch"], tokens // grid_length(row["pairs"], row["gap"])))
+    return fit(model, loss_of, args.steps, lr, args, batch_of, constant_rate_share=CONSTANT_RATE_SHARE)
 
 
 def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -> Iterator[Examples]:
@@ -178,13 +119,13 @@ def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -
 
 
 @torch.no_grad()
-def measure(model, task: str, length: int, pairs: int, sequences: int, masked: bool, seed: int, **options) -> dict:
+def measure(model, task: str, length: int, pairs: int, sequences: int, masked: bool, seed: int) -> dict:
     """Loss and accuracy on sequences that the seed draws; training uses other seeds."""
     model.eval()
     batch = max(1, min(sequences, FORWARD_TOKENS // length))
     generator, losses, right = seeded_generator(seed), [], []
     for _ in range(-(-sequences // batch)):
-        examples = draw_examples(task, batch, length, pairs, generator, **options)
+        examples = draw_examples(task, batch, length, pairs, generator)
         with autocast():
             found = value_logits(model, examples, masked)
         losses.append(F.cross_entropy(found.flatten(0, 1), examples.values.flatten()))

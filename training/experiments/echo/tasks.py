@@ -7,7 +7,7 @@ answers.
     niah            k = v ;                 once, anywhere             ? k =                -> v
     multi_hop       k1 = k2 ;  k2 = v ;     n chains, anywhere         ? k1 =               -> v
     common_word     k = w ;                 n words, one three times   ? k =                -> the word written most
-    mqar            k = v ;  (n times)      questions for all n, anywhere after them
+    mqar            k = v ;  (n times)      at the start               ? k =, all n         -> v
 
 Paper: "Echo: KV-Cache-Free Associative Recall with Spectral Koopman Operators", section 4.1 and its appendix. They
 describe the tasks and their formats but publish no generators, so lengths, noise and vocabulary are chosen here. The
@@ -59,8 +59,8 @@ class _Layout:
 class _Sampler:
     """Draws random tokens and positions for a batch of sequences, on the generator's device."""
 
-    def __init__(self, batch: int, length: int, gap: int, generator: torch.Generator):
-        self.batch, self.length, self.gap = batch, length, gap
+    def __init__(self, batch: int, length: int, generator: torch.Generator):
+        self.batch, self.length = batch, length
         self.place = {"generator": generator, "device": generator.device}
 
     def distinct_tokens(self, population: range, count: int) -> Tensor:
@@ -156,7 +156,7 @@ def _common_word(sampler: _Sampler, pairs: int) -> _Layout:
 def _mqar(sampler: _Sampler, pairs: int) -> _Layout:
     keys, values = sampler.distinct_tokens(KEYS, pairs), sampler.tokens(VALUES, pairs)
     both = sampler.shuffle(torch.stack([keys, values], -1))
-    starts = sampler.starts_between(pairs, 3, pairs * FACT + sampler.gap, sampler.length)
+    starts = sampler.starts_between(pairs, 3, pairs * FACT, sampler.length)
     facts = _stack_tokens(keys, EQUALS, values, END)
     return _Layout(
         facts,
@@ -180,35 +180,28 @@ TASKS = {
 MAX_PAIRS = {"multi_hop": len(KEYS) // 2, "common_word": len(VALUES), "niah": 1}
 
 
-def check_task(task: str, length: int, pairs: int, gap: int = 0) -> None:
+def check_task(task: str, length: int, pairs: int) -> None:
     """Raise ValueError unless `pairs` facts of the task and their questions fit into sequences of `length` tokens."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; known: {sorted(TASKS)}")
     most = MAX_PAIRS.get(task, len(KEYS))
     if not 1 <= pairs <= most:
         raise ValueError(f"{task} takes 1 to {most} pairs, not {pairs}")
-    if gap and task != "mqar":
-        raise ValueError(f"gap={gap} is an option of mqar, not of {task}")
-    if length < (room := TASKS[task][1](pairs) + gap):
-        raise ValueError(
-            f"{task} with {pairs} pairs and a gap of {gap} needs a length of at least {room}, not {length}"
-        )
+    if length < (room := TASKS[task][1](pairs)):
+        raise ValueError(f"{task} with {pairs} pairs needs a length of at least {room}, not {length}")
 
 
-def draw_examples(
-    task: str, batch: int, length: int, pairs: int, generator: torch.Generator, *, gap: int = 0
-) -> Examples:
+def draw_examples(task: str, batch: int, length: int, pairs: int, generator: torch.Generator) -> Examples:
     """One batch on the generator's device.
 
     Args:
         pairs: number n of facts; for multi_hop the number of chains, for common_word the number of different words.
-        gap: the least number of tokens between the facts of mqar and its first question.
 
     Raises:
         ValueError: see `check_task`.
     """
-    check_task(task, length, pairs, gap)
-    sampler = _Sampler(batch, length, gap, generator)
+    check_task(task, length, pairs)
+    sampler = _Sampler(batch, length, generator)
     layout = TASKS[task][0](sampler, pairs)
     ids = sampler.tokens(NOISE, length)
     action_mask = torch.zeros_like(ids, dtype=torch.bool)

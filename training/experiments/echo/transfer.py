@@ -1,6 +1,6 @@
 """Echo's transfer suite: a model is trained on two tasks at 64 tokens and measured on six tasks at up to 4096 tokens.
 
-    python training/experiments/echo/transfer.py --workers 10 --out echo_transfer.json --plot
+    python training/experiments/echo/transfer.py --workers 10 --out echo_transfer.json
 
 The script repeats Tables 2 and 3 of the paper, with its three models of a million parameters and AdamW. The paper
 takes 6,000 steps of 16 sequences. With these settings, three of eight models here had not yet learned recall when
@@ -10,15 +10,12 @@ with the lowest mean loss on development sequences of the trained tasks.
 """
 
 from collections.abc import Iterator
-from typing import Annotated
 
 import typer
 
-from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import Rates, check_names, draw_if_asked
+from hf_memmix.training.experiments.common.harness import Experiment
+from hf_memmix.training.experiments.common.options import Models, Rates, check_names
 from hf_memmix.training.experiments.echo import suite
-from hf_memmix.training.experiments.echo.plots import plot_transfer
 from hf_memmix.training.experiments.echo.protocol import ProtocolOptions, learn_and_measure
 
 
@@ -39,15 +36,16 @@ def run(row: dict, args) -> Iterator[dict]:
 class Options(ProtocolOptions):
     lengths = suite.LENGTHS
     lrs: Rates = (1e-3, 3e-3)
-    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS)
+    models: Models = tuple(suite.MODELS)
 
 
-@command(Options)
-def main(args) -> None:
-    """Train every model and write the results."""
-    check_names("--models", args.models, suite.MODELS)
-    results = execute("echo_transfer", __file__, args, rows_to_run)
-    draw_if_asked(args, plot_transfer, results)
+main = Experiment(
+    "echo_transfer",
+    __file__,
+    Options,
+    rows_to_run,
+    lambda args: check_names("--models", args.models, suite.MODELS),
+).command()
 
 
 if __name__ == "__main__":

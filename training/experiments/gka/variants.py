@@ -3,7 +3,7 @@
     python training/experiments/gka/variants.py --text text.npy --out gka_variants.json --workers 6
 
 The sketches of Appendix H solve the ridge regression in half and in a quarter of the head size. `ABLATIONS` are
-Appendices F and G of the paper: a constant ridge, no decay, no alpha, other ridges. `HYBRIDS` have attention in some
+Appendices F and G of the paper: no decay, no alpha, other ridges. `HYBRIDS` have attention in some
 layers (Appendix I). `IN_GRID` look for the reason of GKA's low recall with 64 pairs.
 
 All models of a task have the same number of parameters (the MLP takes the difference), the same data and the same
@@ -11,32 +11,28 @@ learning rate, which is the best one of GKA in the experiments `recall` and `bas
 its own. One rate for all variants is a limit of this experiment: a variant may have a better one.
 """
 
-import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
-from hf_memmix.command_options import command
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.fit import memory_of, train_language_model
-from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.mqar import check_cell
+from hf_memmix.training.experiments.common.harness import Experiment
 from hf_memmix.training.experiments.common.options import (
     BatchTokens,
-    PlottedOptions,
+    Cells,
+    Options,
     Tokens,
     TrainingText,
     check_names,
-    draw_if_asked,
+    read_cells,
 )
 from hf_memmix.training.experiments.common.recall import train_recall
 from hf_memmix.training.experiments.common.text import describe_training_text
-from hf_memmix.training.experiments.gka import constant_ridge  # noqa: F401, registers "gka-constant-ridge"
-from hf_memmix.training.experiments.gka.variants_report import plot
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,6 @@ ABLATIONS = {
     "ridge 0.01": Variant({"ridge": 0.01}),
     "ridge 0.05": Variant({"ridge": 0.05}),
     "ridge 0.1": Variant({"ridge": 0.1}),
-    "constant ridge 0.25": Variant(mixer="gka-constant-ridge"),
 }
 HYBRIDS = {
     "attention first": Variant(attention=(0,)),
@@ -176,28 +171,27 @@ def run(row: dict, args) -> dict:
     return result | {"lr": lr, "options": options, "layers": layers, "state_bytes": 4 * floats}
 
 
-class Options(PlottedOptions):
+class VariantOptions(Options):
     text: TrainingText
     batch_tokens: BatchTokens = 32768
     tokens: Tokens = 16_000_000
     recall_tokens: Annotated[int, typer.Option(help="training tokens per model on the recall task")] = 100_000_000
     context: Annotated[int, typer.Option(help="tokens of a sequence of text")] = 512
-    cells: Annotated[str, typer.Option(help="[[length, pairs], ...] as JSON")] = "[[256, 32]]"
+    cells: Cells = "[[256, 32]]"
     tasks: Annotated[list[str], typer.Option(help="recall, text; repeatable")] = tuple(TASKS)
     variants: Annotated[list[str], typer.Option(help="what to compare; repeatable")] = tuple(SKETCHES)
     seeds: Annotated[list[int], typer.Option(help="seeds; repeatable")] = (0, 1, 2)
 
 
-@command(Options)
-def main(args) -> None:
-    """Train every variant on every task and write the results."""
-    args.cells = json.loads(args.cells)
-    for cell in args.cells:
-        check_cell(*cell)
+def check(args) -> None:
+    read_cells(args)
     check_names("--tasks", args.tasks, TASKS)
     check_names("--variants", args.variants, VARIANTS)
-    results = execute("gka_variants", __file__, args, rows_to_run, **describe_training_text(args.text))
-    draw_if_asked(args, lambda found, path: plot([found], path), results)
+
+
+main = Experiment(
+    "gka_variants", __file__, VariantOptions, rows_to_run, check, lambda args: describe_training_text(args.text)
+).command()
 
 
 if __name__ == "__main__":

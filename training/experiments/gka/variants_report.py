@@ -1,13 +1,11 @@
-"""The tables and the plot of `variants.py`: recall, perplexity and size of the state of every variant."""
+"""The tables of `variants.py`: recall, perplexity and size of the state of every variant."""
 
 import math
-from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.mqar import VOCAB
-from hf_memmix.training.experiments.common.plots import bars, figure_of, save
 from hf_memmix.training.experiments.common.report import above, mean_of_rows
 
 # the paper's average over short tasks, at 2.8 billion parameters: Appendices H, F.2, F.3, G and I. It has no such
@@ -23,7 +21,7 @@ IN_PAPER = {
     "attention second and last": 64.56,
 }
 
-FIRST = ("s = D", "s = D/2", "s = D/4")  # the first lines of every table and plot
+FIRST = ("s = D", "s = D/2", "s = D/4")  # the first lines of every table
 
 
 def panels_of(results: dict) -> dict[str, list[dict]]:
@@ -143,22 +141,3 @@ def section(files: list[dict]) -> str:
     tasks = dict.fromkeys(row["task"] for row in results["rows"])
     caption = " ".join([*(captions[task] for task in tasks), SPREAD_NOTE, f"{measured_at(results)}."])
     return "\n\n".join([*tables, caption + (f" Failed: {names}." if names else "")])
-
-
-def plot(files: list[dict], path: str | Path) -> None:
-    """Plot the figure of every variant, one panel per task and length with its own variants. files: as in `joined`."""
-    results = joined(files)
-    panels = panels_of(results)
-    figure, axes = figure_of(len(panels), measured_at(results))
-    most = 0
-    for axis, (name, rows) in zip(axes, panels.items(), strict=True):
-        key, _, scale = figure_key(rows[0])
-        found = {v: [scale * row[key] for row in rows if row["variant"] == v] for v in results["settings"]["variants"]}
-        found = {variant: values for variant, values in found.items() if values}
-        bars(axis, list(enumerate(found.values())), name, {"marker": "o", "color": "C0"}, across=True)
-        axis.set_yticks(range(len(found)), list(found))
-        axis.invert_yaxis()
-        axis.set_title(name if key == "perplexity" else f"accuracy, %: {name}", fontsize=11)
-        most = max(most, len(found))
-    figure.set_size_inches(5.6 * len(panels), 1.5 + 0.28 * most)
-    save(figure, path)

@@ -2,22 +2,27 @@
 
     python training/experiments/gka_vision/digits.py --images mnist_5k.npz --out digits.json --workers 4
 
-`make_digits.py` writes the images. They are padded to 32 x 32 pixels, shifted at random in training, and enlarged to
+`make_images.py` writes the images. They are padded to 32 x 32 pixels, shifted at random in training, and enlarged to
 128 x 128, so that the last two stages have 8 x 8 and 4 x 4 tokens. All models have equal parameters (`models.py`).
 The learning rate is chosen by the loss on development images with seed 0; the accuracy on test images is reported.
 """
 
 import math
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.harness import Experiment
 from hf_memmix.training.experiments.common.mnist import CLASSES
-from hf_memmix.training.experiments.common.options import Options, Rates, Steps, check_names
-from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.common.options import (
+    ImageBatch,
+    Images,
+    Models,
+    Options,
+    Rates,
+    Steps,
+    check_names,
+)
+from hf_memmix.training.experiments.common.rates import plan
 from hf_memmix.training.experiments.gka_vision.classifiers import load_digits, measure, trained
 from hf_memmix.training.experiments.gka_vision.models import MODELS
 
@@ -25,12 +30,7 @@ SEEDS = (0, 1, 2)
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    rows, seeds = [], []
-    for name in args.models:
-        lrs, chosen = rates_to_try(done, args.lrs, model=name, seed=0)
-        rows += [(lrs.index(lr), {"model": name, "lr": lr, "seed": 0}) for lr in lrs]
-        seeds += [{"model": name, "lr": chosen, "seed": seed} for seed in SEEDS if chosen is not None]
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])] + seeds
+    return plan(done, [{"model": name} for name in args.models], args.lrs, SEEDS)
 
 
 def run(row: dict, args) -> dict:
@@ -48,19 +48,21 @@ def run(row: dict, args) -> dict:
 
 
 class DigitOptions(Options):
-    images: Annotated[Path, typer.Option(help="the .npz file that make_digits.py wrote")]
+    images: Images
     steps: Steps = 300
-    batch_size: Annotated[int, typer.Option(help="images per optimizer step")] = 256
+    batch_size: ImageBatch = 256
     lrs: Rates = (1e-3, 2e-3, 4e-3)
-    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = MODELS
+    models: Models = MODELS
 
 
-@command(DigitOptions)
-def main(args) -> None:
-    """Train every model with three seeds and write the results."""
+def check(args) -> None:
     check_names("--models", args.models, MODELS)
     load_digits(args.images)  # a wrong file is refused before the first process starts
-    execute("gka_vision_digits", __file__, args, rows_to_run, chance_loss=math.log(CLASSES))
+
+
+main = Experiment(
+    "gka_vision_digits", __file__, DigitOptions, rows_to_run, check, lambda args: {"chance_loss": math.log(CLASSES)}
+).command()
 
 
 if __name__ == "__main__":

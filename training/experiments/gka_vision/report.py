@@ -1,11 +1,9 @@
 """The tables of the two image experiments, and the plot of the throughput."""
 
-from pathlib import Path
-
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
+from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.common.rates import chosen_rows
 from hf_memmix.training.experiments.gka_vision.models import MODELS
 
@@ -49,17 +47,16 @@ def throughput(results: dict) -> str:
     return "\n\n".join([*tables, caption])
 
 
-def plot_throughput(results: dict, path: Path) -> None:
+def plot_throughput(files: list[dict], path) -> None:
     """Images per second by resolution, one panel for inference and one for forward and backward."""
-    figure, panels = figure_of(2, f"{results['environment']['hardware']}, bf16, equal parameters")
-    for panel, kind in zip(panels, KINDS, strict=True):
-        for model, marker in zip(MODELS, MARKERS, strict=False):
+    (results,), panels = files, []
+    resolutions = sorted({row["resolution"] for row in results["rows"]})
+    for kind in KINDS:
+        lines = {}
+        for model in MODELS:
             rows = [row for row in results["rows"] if row["model"] == model and f"{kind}_images_per_second" in row]
-            points = sorted((row["resolution"], row[f"{kind}_images_per_second"]) for row in rows)
-            panel.plot(*zip(*points, strict=True), marker=marker, label=model)
-        panel.set(xscale="log", yscale="log", title=f"{kind}: images per second", xlabel="pixels per side")
-        resolutions = sorted({row["resolution"] for row in results["rows"]})
-        panel.set_xticks(resolutions, [str(resolution) for resolution in resolutions])
-        panel.minorticks_off()
-        panel.legend(frameon=False)
-    save(figure, path)
+            lines[model] = sorted((row["resolution"], row[f"{kind}_images_per_second"]) for row in rows)
+        axes = {"title": f"{kind}: images per second", "xlabel": "pixels per side", "xscale": "log", "yscale": "log"}
+        axes |= {"xticks": resolutions, "xticklabels": list(map(str, resolutions))}
+        panels.append(Panel(lines, axes))
+    draw(panels, path, f"{results['environment']['hardware']}, bf16, equal parameters")

@@ -11,32 +11,22 @@ variant "rung".
 
 import typer
 
-from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import train_language_model
-from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import LanguageModelOptions, draw_if_asked
-from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.common.harness import Experiment
+from hf_memmix.training.experiments.common.options import LanguageModelOptions
+from hf_memmix.training.experiments.common.rates import plan, rates_to_try
 from hf_memmix.training.experiments.common.text import describe_training_text
-from hf_memmix.training.experiments.lattice.plots import plot_ablation
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
 
 SEEDS = (0, 1)
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    rows, chosen = [], {}
-    for rung in IN_PAPER:
-        lrs, chosen[rung] = rates_to_try(done, args.lrs, rung=rung, seed=0)
-        rows += [(lrs.index(lr), {"rung": rung, "context": args.context, "lr": lr, "seed": 0}) for lr in lrs]
-    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    others = dict.fromkeys(NOT_IN_PAPER, chosen["+ projection"])
-    for seed, rungs in ((1, chosen), *((seed, others) for seed in SEEDS)):
-        rows += [
-            {"rung": rung, "context": args.context, "lr": lr, "seed": seed}
-            for rung, lr in rungs.items()
-            if lr is not None
-        ]
-    return rows
+    budget = {"context": args.context}
+    rows = plan(done, [{"rung": rung} for rung in IN_PAPER], args.lrs, SEEDS, [budget])
+    _, lr = rates_to_try(done, args.lrs, rung="+ projection", seed=0)
+    others = NOT_IN_PAPER if lr is not None else ()
+    return rows + [{"rung": rung, **budget, "lr": lr, "seed": seed} for seed in SEEDS for rung in others]
 
 
 def run(row: dict, args) -> dict:
@@ -49,11 +39,9 @@ class Options(LanguageModelOptions):
     context: int = 1024
 
 
-@command(Options)
-def main(args) -> None:
-    """Train every variant and write the results."""
-    results = execute("lattice_ablation", __file__, args, rows_to_run, **describe_training_text(args.text))
-    draw_if_asked(args, plot_ablation, results)
+main = Experiment(
+    "lattice_ablation", __file__, Options, rows_to_run, about=lambda args: describe_training_text(args.text)
+).command()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python training/experiments/recall_teacher/distillation_rows.py --data .scratch/recall \\
         --out .scratch/recall/rows.npy
     python training/experiments/recall_teacher/grid.py --teacher .scratch/teacher --data .scratch/recall --workers 8 \\
-        --out training/experiments/recall_teacher/results/grid.json --plot
+        --out training/experiments/recall_teacher/results/grid.json
 
 Every layout is aligned in all layers once per seed. Its students take these mixers, keep 0, 1, 3 or 6 of 12 layers
 as attention (spread uniformly, or the layers that `memmix select` ranks highest), and are distilled on the same
@@ -22,7 +22,6 @@ import numpy
 import torch
 import typer
 
-from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, mixer_types_of
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.layer_cost import LayerCost
@@ -35,10 +34,9 @@ from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
 from hf_memmix.training.experiments.bundled.language_model import without_masks
 from hf_memmix.training.experiments.common.fit import autocast, fit
-from hf_memmix.training.experiments.common.harness import attempt, device, execute, matches
-from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
+from hf_memmix.training.experiments.common.harness import Experiment, attempt, device, matches
+from hf_memmix.training.experiments.common.options import Options
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
-from hf_memmix.training.experiments.recall_teacher.report import plot
 from hf_memmix.training.experiments.recall_teacher.students import (
     LAYOUTS,
     START_DECAY,
@@ -247,7 +245,7 @@ def mixers_folder(row: dict, args) -> Path:
     return args.out.with_suffix(".mixers") / f"{row['layout'].replace(', ', '-')}-{row['seed']}"
 
 
-class Options(PlottedOptions):
+class GridOptions(Options):
     teacher: Annotated[Path, typer.Option(help="folder of the recall teacher")]
     data: Annotated[Path, typer.Option(help="folder that corpus.py wrote, with rows.npy of distillation_rows.py")]
     layouts: Annotated[list[str], typer.Option(help="repeatable")] = (*LAYOUTS, *MIXTURES)
@@ -266,11 +264,7 @@ class Options(PlottedOptions):
     ] = ()
 
 
-@command(Options)
-def main(args) -> None:
-    """Align, convert, distil and measure every row and write the results."""
-    results = execute("recall_grid", __file__, args, rows_to_run)
-    draw_if_asked(args, plot, results)
+main = Experiment("recall_grid", __file__, GridOptions, rows_to_run).command()
 
 
 if __name__ == "__main__":

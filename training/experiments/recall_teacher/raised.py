@@ -7,11 +7,9 @@ One student without kept layers is aligned and distilled on the same GPU for a f
 tokens. It differs from the students of `grid.py` in this: many times more tokens, in drills that never come again;
 half-lives of 16 to 4096 tokens at the start; the loss is the KL to the teacher over tokens of text plus the KL over
 the answers of the drills; the gates, which decide what a memory forgets, have their own rate. Recall on development
-text is measured on the way, so the record shows recall by tokens read. With `--groups`, the first layers are converted
-first: half of distill goes to students whose last layers are still the teacher's attention.
+text is measured on the way, so the record shows recall by tokens read.
 """
 
-import functools
 import json
 import math
 import re
@@ -25,9 +23,8 @@ import typer
 from torch import Tensor
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.families import attention_module, attention_prefix
+from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.drills import DrillMaterial
 from hf_memmix.training.experiments.bundled.drill_batches import DRILL_TEXT, batches_of
@@ -99,18 +96,6 @@ def without_compiled_parts():
     return torch.compiler.set_stance("force_eager")
 
 
-def share(student, part) -> None:
-    """Let a student with fewer converted layers have the parameters of `student`, but for its attention layers."""
-    kept = tuple(
-        f"{attention_prefix(part, i)}." for i, kind in enumerate(part.config.mixer_types) if kind == ATTENTION
-    )
-    for name, parameter in student.named_parameters():
-        if not name.startswith(kept):
-            parent, _, own = name.rpartition(".")
-            setattr(part.get_submodule(parent), own, parameter)
-    part.lm_head.weight = part.model.embed_tokens.weight  # tied, so it has one name only
-
-
 def stage(name: str, part: float, loss_of, optimizer, batches, args, check=None) -> dict:
     """Train for a part of `args.tokens`, or of `args.seconds` if it ends first; `check` does not count as time.
 
@@ -180,17 +165,13 @@ def train(args: SimpleNamespace) -> tuple:
     student.requires_grad_(True)
     inside = {id(p) for layer in layers for p in attention_module(student, layer).parameters()}
 
-    def optimizer_for(model) -> torch.optim.Optimizer:
-        named = [(name, p, id(p) in inside) for name, p in model.named_parameters() if p.requires_grad]
-        return optimizer_of(named, args.lr, args.gate_lr, args.rest_lr)
-
     kl_of = torch.compile(divergences, dynamic=False) if args.compile else divergences
     heads = student.lm_head.weight, teacher.lm_head.weight
 
-    def distill_loss(model, ids: Tensor, weights: Tensor):
+    def distill_loss(ids: Tensor, weights: Tensor):
         with torch.no_grad():
             theirs = teacher.model(input_ids=ids, use_cache=False).last_hidden_state
-        ours = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        ours = student.model(input_ids=ids, use_cache=False).last_hidden_state
         text, answers = kl_of(ours, theirs, heads, weights, len(ids) // 2)
         return text + args.answer_weight * answers, {"text": text.detach(), "answers": answers.detach()}
 
@@ -200,18 +181,9 @@ def train(args: SimpleNamespace) -> tuple:
         record["checks"].append({"step": step, "tokens": tokens} | gate)
         print(record["checks"][-1], flush=True)
 
-    rest, record["groups"] = 1 - args.align_share, []
-    for group in range(1, args.groups):
-        converted = math.ceil(len(layers) * group / args.groups)
-        types = [name if layer in layers[:converted] else ATTENTION for layer in range(len(layers))]
-        part = convert_model(teacher, layers=types, mixers={name: options}).float().to(device())
-        share(student, part.requires_grad_(False))
-        part_loss, own_rest = functools.partial(distill_loss, part), rest / 2 / (args.groups - 1)
-        trained = stage(f"{converted} layers", own_rest, part_loss, optimizer_for(part), batches, args)
-        record["groups"].append({"converted": converted} | trained)
-    rest = rest / 2 if args.groups > 1 else rest
-    loss_of = functools.partial(distill_loss, student)
-    record["distill"] = stage("distill", rest, loss_of, optimizer_for(student), batches, args, check)
+    named = [(name, p, id(p) in inside) for name, p in student.named_parameters()]
+    optimizer = optimizer_of(named, args.lr, args.gate_lr, args.rest_lr)
+    record["distill"] = stage("distill", 1 - args.align_share, distill_loss, optimizer, batches, args, check)
     return student.eval(), teacher, record
 
 
@@ -227,13 +199,11 @@ def main(
     align_share: Annotated[float, typer.Option(help="share of align")] = 0.25,
     batch_tokens: Annotated[int, typer.Option(help="tokens per optimizer step")] = 32768,
     block_size: int = 2048,
-    groups: Annotated[int, typer.Option(help="groups of layers that are converted one after the other")] = 1,
     align_lr: float = 5e-3,
     lr: Annotated[float, typer.Option(help="learning rate of the mixers in distill")] = 2e-3,
     gate_lr: Annotated[float, typer.Option(help="learning rate of the gates in distill")] = 6e-3,
     rest_lr: Annotated[float, typer.Option(help="learning rate of all other parameters in distill")] = 5e-4,
     answer_weight: float = 1.0,
-    more_pieces: Annotated[float, typer.Option(help="share of the drills' tokens that pieces take from pairs")] = 0.0,
     workers: Annotated[int, typer.Option(help="processes that make the rows")] = 6,
     compile: Annotated[bool, typer.Option(help="compile MLPs, norms and the loss")] = True,
     log_every: int = 25,

@@ -3,15 +3,13 @@
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
-from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
+from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import (
     groups,
     mean_text,
-    plot_raised,
     probe_cells,
     probe_titles,
-    raised_section,
     tokens_of,
 )
 
@@ -22,9 +20,7 @@ PLOTTED = "mqar_32"
 
 def tokens_read(run: dict) -> int:
     """The tokens of all stages."""
-    return sum(run[stage]["tokens"] for stage in ("align", "distill")) + sum(
-        part["tokens"] for part in run.get("groups", [])
-    )
+    return sum(run[stage]["tokens"] for stage in ("align", "distill"))
 
 
 def name_of(name: str, run: dict) -> str:
@@ -55,28 +51,12 @@ def raised_table(runs: dict[str, dict], grid: dict) -> str:
     return f"{markdown_table(head, lines, figures=True)}\n\n{hardware}, commits {', '.join(commits)}."
 
 
-def section(files: list[dict]) -> str:
-    """The report of each record of `raised.py`."""
-    return "\n\n".join(map(raised_section, files))
-
-
-def plot(files: list[dict], path: str | Path) -> None:
-    """Plot all probes of one record on the way, or one probe of several records."""
-    if len(files) == 1:
-        plot_raised(files[0], path)
-    else:
-        plot_runs({Path(results["settings"]["record"]).stem: results for results in files}, path)
-
-
-def plot_runs(runs: dict[str, dict], path: str | Path) -> None:
+def plot(files: list[dict], path) -> None:
     """Plot one probe in development text by the tokens of distill, one line per student."""
-    figure, (panel,) = figure_of(1, next(iter(runs.values()))["environment"]["hardware"])
-    for place, (name, run) in enumerate(runs.items()):
-        points = [(row["tokens"] / 1e6, 100 * row[PLOTTED]) for row in run["checks"] if PLOTTED in row]
-        label = f"{name_of(name, run)}, {tokens_read(run) / 1e6:.0f}M"
-        style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4, "label": label}
-        panel.plot([x for x, _ in points], [y for _, y in points], **style)
+    lines = {}
+    for run in files:
+        name = f"{name_of(Path(run['settings']['record']).stem, run)}, {tokens_read(run) / 1e6:.0f}M"
+        lines[name] = [(row["tokens"] / 1e6, 100 * row[PLOTTED]) for row in run["checks"] if PLOTTED in row]
     title = f"{PROBES[PLOTTED][2]} at {GATE_LENGTH} tokens, %"
-    panel.set(xlabel="tokens of distill, millions", ylabel=title, ylim=(-4, 104))
-    figure.legend(loc="outside upper center", ncols=2, fontsize=7, frameon=False)
-    save(figure, path)
+    panel = Panel(lines, {"xlabel": "tokens of distill, millions", "title": title, "ylim": (-4, 104)})
+    draw([panel], path, files[0]["environment"]["hardware"])

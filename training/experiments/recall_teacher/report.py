@@ -1,12 +1,11 @@
-"""The tables and the plots of the recall teacher and of its students."""
+"""The tables and the plot of the recall teacher and of its students."""
 
 import statistics
-from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.averages import spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pyplot_without_screen, save
+from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
@@ -50,49 +49,6 @@ def recall_by_length(rows: list[dict]) -> str:
     return markdown_table(["exact answers, % at length", *map(str, lengths)], lines, figures=True)
 
 
-def raised_section(results: dict) -> str:
-    """The recall of the student of `raised.py` by length, its quality, and its recall on the way."""
-    head, names = ["million tokens of distill"], [task for task in PROBES if task in (results["checks"] or [{}])[0]]
-    checks = [
-        [f"{row['tokens'] / 1e6:.1f}", *(f"{100 * row[task]:.0f}" for task in names)] for row in results["checks"]
-    ]
-    head += [f"{PROBES[task][2]} at {results['settings']['gate_length']}, %" for task in names]
-    stages = [f"{results[stage]['tokens'] / 1e6:.1f}M tokens of {stage}" for stage in ("align", "distill")]
-    figures = f"Perplexity ratio {results['heldout_ppl_ratio']:.3f}, KL {results['heldout_kl']:.3f} on held-out text"
-    where = results["environment"]
-    return "\n\n".join(
-        [
-            recall_by_length(results["recall"]),
-            f"{figures}. `{results['settings']['layout']}` without kept layers, state"
-            f" {bytes_text(results['state_bytes'])}; {' and '.join(stages)}. {where['hardware']}, commit"
-            f" {where['commit']}.",
-            "On the way, in development text:",
-            markdown_table(head, checks, figures=True),
-        ]
-    )
-
-
-def plot_raised(results: dict, path: str | Path) -> None:
-    """Plot recall in development text by the tokens of distill, one line per probe."""
-    figure, (panel,) = figure_of(1, f"{results['settings']['layout']}, commit {results['environment']['commit']}")
-    for place, task in enumerate(task for task in PROBES if task in (results["checks"] or [{}])[0]):
-        points = [(row["tokens"] / 1e6, 100 * row[task]) for row in results["checks"]]
-        panel.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], ms=4, label=PROBES[task][2])
-    panel.set(xlabel="tokens of distill, millions", ylabel="exact answers, %", ylim=(-4, 104))
-    figure.legend(loc="outside upper center", ncols=3, fontsize=7, frameon=False)
-    save(figure, path)
-
-
-def plot_teacher(results: dict, path: str | Path) -> None:
-    """Plot the losses of the teacher's training by tokens."""
-    figure, (panel,) = figure_of(1, f"commit {results['environment']['commit']}")
-    for name in ("text", "answers"):
-        panel.plot([r["tokens"] / 1e6 for r in results["curve"]], [r[name] for r in results["curve"]], label=name)
-    panel.set(xlabel="tokens, millions", ylabel="training loss, nats per token")
-    panel.legend(fontsize=8, frameon=False)
-    save(figure, path)
-
-
 def groups(results: dict) -> dict[tuple[int, str, str], list[dict]]:
     """The finished students by number of kept layers, choice of these layers and layout."""
     found: dict[tuple[int, str, str], list[dict]] = {}
@@ -101,10 +57,6 @@ def groups(results: dict) -> dict[tuple[int, str, str], list[dict]]:
             found.setdefault((row["keep"], row["how"], row["layout"]), []).append(row)
     order = {name: i for i, name in enumerate(results["settings"]["layouts"])}
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "uniform", order[item[0][2]])))
-
-
-def _with(teacher: list[dict]) -> dict[str, list[dict]]:
-    return {"teacher": teacher} if teacher else {}
 
 
 def share_text(rows: list[dict], task: str, length: int) -> str:
@@ -201,36 +153,20 @@ def section(results: dict) -> str:
     return f"{table(results)}\n\n{note}"
 
 
-def plot(results: dict, path: str | Path) -> None:
+def plot(files: list[dict], path) -> None:
     """Plot recall against length: a row of panels per number of kept layers, a column per probe, a line per mixer."""
-    found = groups(results)
-    teacher = _with([row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row])
-    keeps = [keep for keep in (0, 1, 3, 6) if any(key[:2] == (keep, "uniform") for key in found)]
-    tasks = [t for t in PROBES if any(c["task"] == t for rows in found.values() for r in rows for c in r["recall"])]
-    if not keeps or not tasks:
-        return
-    figure, axes = pyplot_without_screen().subplots(
-        len(keeps), len(tasks), figsize=(3.6 * len(tasks), 3.4 * len(keeps)), squeeze=False, constrained_layout=True
-    )
-    places = {name: place for place, name in enumerate(dict.fromkeys([*teacher, *(name for _, _, name in found)]))}
-    shown = {}
-    for keep, panels in zip(keeps, axes, strict=True):
-        lines = teacher | {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
-        for task, panel in zip(tasks, panels, strict=True):
-            for name, rows in lines.items():
-                points, place = {}, places[name]
-                for length in results["settings"]["lengths"]:
-                    shares = [mean_recall(row["recall"], task, length) for row in rows]
-                    if shares := [100 * share for share in shares if share is not None]:
-                        points[length] = statistics.fmean(shares)
-                style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
-                style["linestyle"] = "-" if place < 10 else "--"  # there are ten colours
-                (shown[name],) = panel.plot(list(points), list(points.values()), **style)
-            kept = f"{keep} layer{'s' * (keep > 1)} kept" if keep else "no layer kept"
-            panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow
-            panel.set_ylim(-4, 104)
-            panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
-            panel.grid(alpha=0.3)
-    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=9, frameon=False)
-    figure.supxlabel(measured_at(results), fontsize=8, color="#555555")
-    save(figure, path)
+    (results,), found = files, groups(files[0])
+    teacher = {"teacher": [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]}
+    panels, lengths = [], results["settings"]["lengths"]
+    for keep in (0, 1, 3, 6):
+        models = teacher | {
+            name: rows for (kept, how, name), rows in found.items() if (kept, how) == (keep, "uniform")
+        }
+        for task, (_, _, title) in PROBES.items():
+            lines = {}
+            for name, rows in models.items():
+                shares = {n: [mean_recall(row["recall"], task, n) for row in rows] for n in lengths}
+                lines[name] = [(n, 100 * statistics.fmean(by)) for n, by in shares.items() if by and None not in by]
+            axes = {"title": f"{title},\n{keep} layers kept", "ylim": (-4, 104), "xlabel": "tokens", "xticks": lengths}
+            panels.append(Panel(lines, axes))
+    draw(panels, path, f"Exact answers, %. {measured_at(results)}", columns=len(PROBES))

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import threading
 from pathlib import Path
 
 import numpy
@@ -78,13 +77,9 @@ def measured(model, teacher, args) -> dict:
     return result | {"recall": recall_of(model, sequences(args.data, tuple(args.lengths), args.samples))}
 
 
-def teacher_of(folder: Path):
-    """The teacher in `folder`. Threads of a process have one each, because `without_masks` changes it for a while."""
-    return _teacher_of(folder, threading.get_ident())
-
-
 @functools.cache
-def _teacher_of(folder: Path, thread: int):
+def teacher_of(folder: Path):
+    """The teacher in `folder`."""
     return load_model(folder, dtype=torch.float32).to(device()).eval()
 
 

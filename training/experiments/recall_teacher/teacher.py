@@ -7,8 +7,7 @@
 The loss is the mean cross-entropy of text, plus the mean over the answers of the drills. Matrices are trained by Muon,
 embeddings and norms by AdamW. Rows have 512 tokens in the first half of the time and 2048 in the second. All
 schedules follow the time, not a number of steps: the run ends at its limit on any machine, but two runs do not have
-equal weights. `--start` trains on from the weights of an earlier run. `torchrun --nproc-per-node 2` trains one teacher
-on two GPUs, each with its own rows.
+equal weights. `--start` trains on from the weights of an earlier run.
 
 At the end the teacher is measured: held-out loss, the cost of a shorter context, recall on held-out words, and the
 gate.
@@ -39,9 +38,7 @@ from hf_memmix.training.experiments.bundled.language_model import matrices_of_la
 from hf_memmix.training.experiments.bundled.muon import Muon
 from hf_memmix.training.experiments.bundled.pretrain_teacher import build_model
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher.kept_weights import keep
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, quick_gate, recall_of
-from hf_memmix.training.experiments.recall_teacher.team import Team
 from hf_memmix.training.experiments.recall_teacher.texts import (
     WORDS,
     material_of,
@@ -95,34 +92,30 @@ def compiled(model, args: SimpleNamespace):
     return torch.compile(losses, dynamic=False)
 
 
-def train(args: SimpleNamespace, team: Team) -> dict:
+def train(args: SimpleNamespace) -> dict:
     """Train until `args.seconds` have passed and return the record of the training."""
     began = time.time()
     torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(args.data)
     probes = material_of(args.data, "heldout")
     material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes)
-    if team.rank == 0 and not (args.data / WORDS).exists():
+    if not (args.data / WORDS).exists():
         write_words(args.data, material.keys, material.values)
     lengths = list(args.lengths)
-    own_rows = SimpleNamespace(**vars(args) | {"seed": args.seed * team.size + team.rank})
-    batches = {length: batches_of(material, length, own_rows) for length in sorted(set(lengths))}
-    team.connect()
+    batches = {length: batches_of(material, length, args) for length in sorted(set(lengths))}
     model = build(args, tokenizer) if args.start is None else load_model(args.start, dtype=torch.float32)
     model = model.to(device()).train()
     plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again
     optimizers, loss_of = optimizers_of(model, args), compiled(model, args)
     on_gpu = model.device.type == "cuda"
     parameters = list(model.parameters())
-    few = (
-        drawn(probe_materials(args.data, filler="dev"), [args.gate_length], args.few, seed=1) if not team.rank else {}
-    )
+    few = drawn(probe_materials(args.data, filler="dev"), [args.gate_length], args.few, seed=1)
     record = {"parameters": model.num_parameters(), "curve": [], "gates": []}
     step, seen, saved, checked = 0, 0, began, 0
     sums, summed = torch.zeros(2, device=model.device), 0
     training_began = time.time()
     limit = max(1.0, args.seconds - (training_began - began))
-    while (progress := team.clock((time.time() - training_began) / limit)) < 1:
+    while (progress := (time.time() - training_began) / limit) < 1:
         length = lengths[min(len(lengths) - 1, int(progress * len(lengths)))]
         ids, weights = (x.to(model.device, non_blocking=True) for x in next(batches[length]))
         ids = ids.long()
@@ -130,7 +123,6 @@ def train(args: SimpleNamespace, team: Team) -> dict:
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
             text, answers = loss_of(hidden, model.lm_head.weight, ids, weights, len(ids) // 2)
         (text + args.answer_weight * answers).backward()
-        team.average(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         factor = rate(step, progress)
         for optimizer, highest in zip(optimizers, (args.muon_lr, args.lr), strict=True):
@@ -139,7 +131,7 @@ def train(args: SimpleNamespace, team: Team) -> dict:
             optimizer.step()
             optimizer.zero_grad()
         sums += torch.stack([text.detach(), answers.detach()])
-        step, summed, seen = step + 1, summed + 1, seen + ids.numel() * team.size
+        step, summed, seen = step + 1, summed + 1, seen + ids.numel()
         if step % args.log_every == 0 or step == 1:
             text, answers = (sums / summed).tolist()
             sums, summed = sums.zero_(), 0
@@ -150,8 +142,6 @@ def train(args: SimpleNamespace, team: Team) -> dict:
                 raise ValueError(f"at step {step} the loss is {text} of text, {answers} of answers; lower the rates")
             print(f"step {step} tokens {seen / 1e6:.1f}M length {length} text {text:.3f} answers {answers:.3f}"
                   f" rate {factor:.2f} time {now - began:.0f} s", flush=True)  # fmt: skip
-            if team.rank:
-                continue
             if now - saved > args.save_every:
                 plain.load_state_dict(model.state_dict())
                 save(plain, tokenizer, args.out)
@@ -161,15 +151,9 @@ def train(args: SimpleNamespace, team: Team) -> dict:
                 plain.load_state_dict(model.state_dict())
                 record["gates"].append({"step": step, "tokens": seen} | quick_gate(plain, few, args.gate_length))
                 print(record["gates"][-1], f"{time.time() - now:.1f} s", flush=True)
-    record |= {"steps": step, "tokens": seen, "gpus": team.size}
+    record |= {"steps": step, "tokens": seen}
     record["training_seconds"] = round(time.time() - training_began, 1)
-    team.leave()
-    if team.rank:
-        return record
     plain.load_state_dict(model.state_dict())
-    if args.keep is not None:
-        save(plain, tokenizer, args.out)  # the files that are kept with the weights
-        keep(plain, args.out, args.keep)
     save(plain, tokenizer, args.out)
     record["dev_gate"] = quick_gate(plain, few, args.gate_length)  # decides between runs
     return record
@@ -218,7 +202,7 @@ def main(
     layers: int = 12,
     heads: int = 6,
     kv_heads: int = 3,
-    batch_tokens: Annotated[int, typer.Option(help="tokens per optimizer step, of each GPU")] = 65536,
+    batch_tokens: Annotated[int, typer.Option(help="tokens per optimizer step")] = 65536,
     lengths: Annotated[list[int], typer.Option(help="tokens of a row, in equal parts of the time")] = (512, 2048),
     muon_lr: float = 0.02,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 3e-3,
@@ -227,7 +211,6 @@ def main(
     compile: Annotated[bool, typer.Option(help="use torch.compile")] = True,
     log_every: int = 50,
     checks: Annotated[int, typer.Option(help="parts of the training, after each of which recall is measured")] = 8,
-    keep: Annotated[Path | None, typer.Option(help="file for the rounded weights, see kept_weights.py")] = None,
     save_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 60,
     gate_length: Annotated[int, typer.Option(help="length of the probes during training")] = 1024,
     probe_lengths: Annotated[list[int], typer.Option(help="lengths of the probes at the end")] = (
@@ -241,7 +224,6 @@ def main(
     few: Annotated[int, typer.Option(help="probes per depth during training, in development text")] = 6,
     measured_tokens: int = 200_000,
     positions: Annotated[int, typer.Option(help="tokens whose loss is measured with the context cut")] = 1000,
-    more_pieces: Annotated[float, typer.Option(help="share of the tokens that pieces take from pairs")] = 0.0,
     seed: int = 0,
 ) -> None:
     """Train the teacher, then measure it."""
@@ -249,12 +231,9 @@ def main(
     args = SimpleNamespace(**values)
     settings = {key: str(value.name) if isinstance(value, Path) else value for key, value in values.items()}
     results = {"experiment": "recall_teacher", "environment": environment(device()), "settings": settings}
-    if (team := Team()).rank:
-        train(args, team)
-        return
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # draws the probes while it trains
         probes = pool.submit(probes_of, data, probe_lengths, samples)
-        results |= train(args, team)
+        results |= train(args)
         write_json(record, results)
         results |= measure(out, data, args, probes.result())
         write_json(record, results)

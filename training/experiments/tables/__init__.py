@@ -1,17 +1,25 @@
 """The tables of all pages, from committed results: `ALL` has their functions by name, `figures.py` writes them."""
 
-from hf_memmix.training.experiments.report import report
+from hf_memmix.training.experiments.common.report import rows_table
+from hf_memmix.training.experiments.report import TABLES, shown
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.tables import bundled, costs, kernels, papers, quality, serving
 
 
 def results(*names: str) -> str:
     """The report of an experiment from the files of these names."""
-    return report([read(name) for name in names])
+    files = [read(name) for name in names]
+    return shown(TABLES, files)(files)
+
+
+def rows(name: str, by: str, *figures: str) -> str:
+    """`rows_table` of a file of results."""
+    return rows_table(read(name), by, *figures)
 
 
 ALL = {
     "results": results,
+    "rows": rows,
     "demo": bundled.demo,
     "bundled_recall": bundled.bundled_recall,
     "front": quality.front,

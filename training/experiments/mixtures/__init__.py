@@ -1,1 +1,0 @@
-"""Mixtures of several mixers against single ones, from the same aligned mixers."""

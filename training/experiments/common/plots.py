@@ -39,6 +39,7 @@ def draw(panels: list[Panel], path: str | Path, caption: str, columns: int | Non
             (shown[label],) = axis.plot([x for x, _ in points], [y for _, y in points], **style)
         axis.grid(alpha=0.3)
         axis.set(**panel.axes)
+        axis.minorticks_off()
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8, frameon=False)
     figure.supxlabel(caption, fontsize=8, color="#555555")
     figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -4,8 +4,10 @@ transformers takes defaults in place of some files that it cannot read, e.g. gen
 adapter that lies beside a model. Here such a folder is refused.
 """
 
+import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -105,11 +107,35 @@ def _refuse_gguf(folder: Path) -> None:
     """Raise UserError for a GGUF file, or a folder that holds nothing but such files."""
     found = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")) if folder.is_dir() else []
     if found or (folder.is_dir() and "gguf" in str(folder).lower()):
-        name = f" ({found[0].name})" if found else ""
+        file = str(found[0]) if found else "FILE.gguf"
         raise UserError(
-            f"{str(folder)!r} holds weights quantized by 'gguf'{name}; {ORIGINAL}: the model from which the GGUF file"
-            " was made"
+            f"{str(folder)!r} holds weights quantized by 'gguf'; {ORIGINAL}: the model from which the GGUF file was"
+            f" made, or the folder that memmix import-gguf {file} FOLDER writes"
         )
+
+
+def find_gguf(place: Path) -> Path:
+    """The GGUF file that a path names: itself, or the only one in a folder.
+
+    Raises:
+        ValueError: there is no such file, there are several, it is a part of a model, or gguf is not installed.
+    """
+    files = [place] if place.is_file() else sorted(place.glob("*.gguf")) if place.is_dir() else []
+    if not files:
+        raise UserError(f"{str(place)!r} is no GGUF file, nor a folder with one")
+    if re.search(r"-\d{5}-of-\d{5}$", files[0].stem):
+        raise UserError(
+            f"{str(files[0])!r} is one of several parts of a model; join them by llama-gguf-split --merge, and give"
+            " the result"
+        )
+    if len(files) > 1:
+        raise UserError(f"{str(place)!r} holds {len(files)} GGUF files; give one of them, e.g. {str(files[0])!r}")
+    with files[0].open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(f"{str(files[0])!r} is not a GGUF file; copy it again")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("the package gguf, which reads these files, is not installed: pip install gguf")
+    return files[0]
 
 
 def chat_template_of(folder: Path) -> Path | None:

@@ -121,6 +121,12 @@ WRONG = {
         ([*FROM, *OUT, "--keep-layers", "1", "--keep-without-rope", "1-2"], "layers [2]"),
     ],
     "import-hmf": [(["{none}", "{new}"], NO_MODEL), ([TEACHER, "{full}"], "exists and is not empty")],
+    "import-gguf": [
+        (["{none}", "{new}"], "no GGUF file"),
+        (["{text}", "{new}"], "not a GGUF file"),
+        (["{gguf}", "{full}"], "exists and is not empty"),
+        (["{gguf}", "{new}", "--dtype", "int4"], "int4"),
+    ],
     "align": [*TRAINING, ([*PAIR, *TEXT, *OUT, "--spool", "{new}"], "belongs to --stream")]
     + [(["--stream", *more], told) for more, told in TRAINING],
     "distill": TRAINING,

@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": plan.plan,
     "convert": convert.convert,
     "import-hmf": convert.import_hmf,
+    "import-gguf": convert.import_gguf,
     "align": train.align,
     "distill": train.distill,
     "merge": train.merge,

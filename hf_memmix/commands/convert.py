@@ -5,7 +5,7 @@ import os
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Column, Table
@@ -159,6 +159,38 @@ def import_hmf(
     for row in record["dropped"]:
         out.print(f"  {row['source']}: {row['reason']}", highlight=False)
     out.print(f"written to {out_dir}")
+
+
+@one_line_errors
+def import_gguf(
+    file: Annotated[Path, typer.Argument(help="A GGUF file, or a folder with one.")],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the model and its tokenizer to.")],
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Type of the dequantized weights.")
+    ] = "bfloat16",
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Write a GGUF file as an ordinary model folder, dequantized, that all commands take as a teacher."""
+    from hf_memmix.conversion.model_files import find_gguf
+    from hf_memmix.conversion.saving import check_not_read, check_target
+
+    check_target(out_dir, overwrite)
+    file = find_gguf(file)
+    check_not_read(out_dir, file)
+    with library():
+        from hf_memmix.conversion import save_student
+        from hf_memmix.conversion.gguf_file import read_gguf
+
+    quiet_library()
+    with err.status(f"reading {file.name}"):
+        model, tokenizer = read_gguf(file, dtype)
+        save_student(model, out_dir, tokenizer, overwrite=overwrite)
+    size, family = model.num_parameters(), model.config.model_type
+    if as_json:
+        print_json({"out": str(out_dir), "model_type": family, "parameters": size, "dtype": dtype})
+    else:
+        out.print(f"{family}, {size / 1e6:,.0f}M parameters in {dtype}; written to {out_dir}", highlight=False)
 
 
 def _print_kinds(kinds: list[dict], counts: dict[str, int], several: bool) -> None:

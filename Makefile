@@ -55,7 +55,7 @@ test-all: test
 # The libraries choose their code by the processor; these variables choose older code. MKL on a processor that is not
 # Intel's obeys MKL_CBWR alone.
 NUMBERS := tests/core/test_families.py tests/core/test_mamba2_mixer.py tests/kernels/test_contract.py \
-	-k "families or mamba2 or (torch and (naive or float64))"
+	-k "(test_check and (splits or padding or packed)) or mamba2 or (torch and (naive or float64))"
 SSE4 := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 

@@ -82,16 +82,6 @@ def test_importing_torch_imports_nothing_of_ours():
     assert list(project["entry-points"]) == ["vllm.general_plugins"]  # read by vLLM, not by torch
 
 
-@pytest.mark.product  # a new process
-def test_a_saved_model_also_loads_by_trust_remote_code(site):
-    """A saved model names its classes in `auto_map`, so that a host with trust_remote_code needs no `memmix run`."""
-    code = "import sys; from transformers import AutoModelForCausalLM as A;"
-    code += "print(type(A.from_pretrained(sys.argv[1], trust_remote_code=True)).__name__)"
-    command = [sys.executable, "-c", code, str(asset_path("tiny_gka"))]
-    done = subprocess.run(command, env=site, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "MemMixLlamaForCausalLM", done.stderr
-
-
 @pytest.mark.product  # a program of another library
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
 def test_the_harness_scores_a_local_task(site, tmp_path):

@@ -186,8 +186,11 @@ def test_no_family_imports_another(folder):
 
 
 @pytest.mark.product  # a new process
-def test_everything_imports_without_triton():
-    """The base install has no triton; nor does `import hf_memmix` load one that is there."""
-    code = "import sys; sys.modules['triton'] = None; import hf_memmix, hf_memmix.conversion, hf_memmix.training"
+def test_what_importing_loads():
+    """It works without triton, and loads no modelling code, for which `memmix --help` would wait."""
+    code = "import sys; sys.modules['triton'] = None; import hf_memmix\n"
+    code += "print(*(m for m in sys.modules if '.modeling_' in m)); import hf_memmix.conversion, hf_memmix.training"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+    models = [name for name in result.stdout.split() if name.startswith(("hf_memmix", "transformers.models."))]
+    assert not [name for name in models if ".auto." not in name]

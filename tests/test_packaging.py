@@ -28,12 +28,6 @@ def test_kernels_folder_is_not_a_package():
     assert not (ROOT / "conftest.py").exists()
 
 
-@pytest.mark.product  # a new process
-def test_transformers_imports_from_the_repository_root():
-    result = run(sys.executable, "-c", "from transformers import LlamaForCausalLM", cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-
-
 def test_setup_and_pyproject_agree_on_the_roots():
     text = (ROOT / "setup.py").read_text()
     for name, folder in PACKAGE_DIRS.items():

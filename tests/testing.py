@@ -154,59 +154,25 @@ FAMILIES = {
 NO_NATIVE_PACKING = {"gpt_oss"}
 
 
-# ---- combinations that `make test` runs
-
-
-def _pairs():
-    """Pairs (mixer, family) such that every mixer occurs with three families and every family with one mixer.
-
-    A dictionary: the places in MIXERS and FAMILIES -> the number of the pair.
-    """
-    pairs = max(len(FAMILIES), 3 * len(MIXERS))
-    return {(number % len(MIXERS), number % len(FAMILIES)): number for number in range(pairs)}
-
-
-def over_tables(*names, **choices):
-    """Parametrize a test over all combinations of tables; most of them have the marker `product`.
-
-    `make test` runs the pairs of mixer and family from `_pairs`, each in one layout. With `choices`, each pair takes a
-    third of their values, and each value a third of the pairs; together, every value meets every mixer and layout.
-    `make test-all` runs all combinations, but for those of `BESIDE`: both of its parts meet every family alone.
-
-    Args:
-        names: "mixer", "family" and, if the test has this argument, "layout".
-        choices: names of further arguments with their values.
-    """
-    tables = {"mixer": list(MIXERS), "family": list(FAMILIES), "layout": list(LAYOUTS), **choices}
-    names, pairs, rows = [*names, *choices], _pairs(), []
-    for places in itertools.product(*(range(len(tables[name])) for name in names)):
-        place = dict(zip(names, places, strict=True))
-        pair, choice = pairs.get((place["mixer"], place["family"])), sum(place[name] for name in choices)
-        everyday = pair is not None and (not choices or (pair + choice) % 3 == 0)
-        if everyday and "layout" in names:
-            turn = pair // 3 + choice // 3 if choices else place["mixer"] + place["family"]
-            everyday = place["layout"] == turn % len(LAYOUTS)
-        row = [list(tables[name])[value] for name, value in place.items()]
-        if BESIDE in row and not everyday:
-            continue
-        rows.append(pytest.param(*row, marks=() if everyday else pytest.mark.product, id="-".join(row)))
-    return pytest.mark.parametrize(names, rows)
+# ---- rows of tests over several tables
 
 
 def in_turn(**tables):
-    """Parametrize a test over all combinations of two tables; most of them have the marker `product`.
+    """Parametrize a test over tables: all combinations of the values but those of the last table, which come in turn.
 
-    `make test` runs one combination per value of the first table, with the values of the second table in turn.
+    Every value of the last table then meets every value of any other table that is not the only one, and every pair
+    of such values if there are three others; a table in front of a shorter last one has one row per value. With four
+    tables, `make test` runs one row per pair of the first two, in which every two values of different tables meet
+    (`test_families.py` tests this), and `make test-all` the others.
     """
-    (name, values), (other, turns) = ((name, list(values)) for name, values in tables.items())
-    return pytest.mark.parametrize(
-        (name, other),
-        [
-            pytest.param(value, turn, marks=() if j == i % len(turns) else pytest.mark.product)
-            for i, value in enumerate(values)
-            for j, turn in enumerate(turns)
-        ],
-    )
+    *others, last = ([*table] for table in tables.values())
+    rows = []
+    for places in itertools.product(*(range(len(table)) for table in others)):
+        row = [table[place] for table, place in zip(others, places, strict=True)]
+        everyday = len(places) < 3 or places[2] == sum(places[:2]) % len(others[2])
+        marks = () if everyday else pytest.mark.product
+        rows.append(pytest.param(*row, last[sum(places) % len(last)], marks=marks))
+    return pytest.mark.parametrize([*tables], rows)
 
 
 def every_third(names, rows):

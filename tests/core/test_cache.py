@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache
@@ -35,31 +35,16 @@ def continues(model, cache, ids, following, tokens=None):
 # ---- size
 
 
-def test_bytes_do_not_grow_with_the_context():
-    model = tiny_model("llama", "all")
-    short, long = (read(model, random_ids(2, n)).nbytes for n in (3, 200))
-    assert short == long > 0
-    assert read(model, random_ids(4, 3)).nbytes == 2 * short
-
-
-def test_bytes_are_those_of_the_tensors():
-    model = tiny_model("llama", "odd")
-    cache = read(model, random_ids(2, 7))
-    states = sum(state.nbytes for i in mixers_of(model) for state in cache.layers[i].get().values())
-    keys_and_values = 2 * 2 * (2 * 2 * 7 * 8) * 8  # two kept layers, keys and values of [2, 2, 7, 8] in float64
-    assert cache.nbytes == states + keys_and_values
-
-
-def test_sequence_length():
-    for layout in ("first", "all"):
-        cache = read(tiny_model("llama", layout), random_ids(1, 7))
-        assert int(cache.get_seq_length()) == 7
-
-
-def test_states_are_fp32_in_a_bf16_model():
-    model = tiny_model("llama", "all", fresh=True).bfloat16()
-    state = read(model, random_ids(1, 7)).layers[0].get()
-    assert state["H"].dtype == state["U"].dtype == torch.float32
+def test_bytes():
+    """Those of the tensors; states do not grow with the context."""
+    model, of_one_row = tiny_model("llama", "odd"), set()
+    for batch, length in ((2, 3), (2, 200), (4, 3)):
+        cache = read(model, random_ids(batch, length))
+        states = sum(state.nbytes for i in mixers_of(model) for state in cache.layers[i].get().values())
+        keys_and_values = 2 * 2 * (batch * 2 * length * 8) * 8  # two kept layers, [batch, 2, length, 8] in float64
+        assert cache.nbytes == states + keys_and_values
+        of_one_row.add(states / batch)
+    assert len(of_one_row) == 1
 
 
 @torch.no_grad()
@@ -85,12 +70,9 @@ def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
                 assert state.dtype == expected, f"{name} is {state.dtype}"
 
 
-@pytest.mark.product_rows(r"(?!gka).*-24-", r"(?!gka).*-wide to narrow")  # one of several examples stays
 @torch.no_grad()
-@pytest.mark.parametrize("way", ("narrow to wide", "wide to narrow"))
-@pytest.mark.parametrize("length", (None, 24))
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_model_of_another_dtype(mixer, length, way, tmp_path):
+@in_turn(mixer=MIXERS, way=("narrow to wide", "wide to narrow"), length=(None, 24))
+def test_model_of_another_dtype(mixer, way, length, tmp_path):
     """A cache in memory or from a file continues as if its states had been cast before."""
     for layout in ("odd", "all"):
         wide = tiny_model("llama", layout, mixer, fresh=True, dtype=torch.float32).bfloat16().float()
@@ -141,16 +123,14 @@ def test_expand_refuses():
 @pytest.mark.parametrize("static", (False, True))
 def test_reset(static):
     """After reset() a cache works like a new one; a dynamic one also with another batch size."""
-    model = tiny_model("llama", "odd")
+    model, rows = tiny_model("llama", "odd"), 2 if static else 3
     cache = read(model, random_ids(2, 5), max_cache_len=20 if static else None)
     cache.reset()
     assert int(cache.get_seq_length()) == 0
-    if not static:
-        cache = RecurrentStateCache(model.config)
-    ids = random_ids(2, 6, seed=3)
+    ids = random_ids(rows, 6, seed=3)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
-    continues(model, cache, ids, random_ids(2, 2, seed=4))
+    continues(model, cache, ids, random_ids(rows, 2, seed=4))
 
 
 def test_static_addresses_stay():
@@ -220,12 +200,10 @@ def test_offloaded_layers_are_there_when_they_are_used(own, layers, one, monkeyp
     assert calls == ["prefetch waits for default", "begins", "ends"] + ["default waits for prefetch"] * one
 
 
-@pytest.mark.parametrize("duplicate", (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))))
-def test_duplicates(duplicate):
-    model = tiny_model("llama", "odd")
-    ids = random_ids(1, 6)
+def test_pickle():
+    model, ids = tiny_model("llama", "odd"), random_ids(1, 6)
     cache = read(model, ids)
-    other = duplicate(cache)
+    other = pickle.loads(pickle.dumps(cache))
     continues(model, cache, ids, random_ids(1, 3, seed=4))
     continues(model, other, ids, random_ids(1, 3, seed=5))
 
@@ -244,43 +222,30 @@ def test_inference_mode_cache_is_usable_outside():
 
 
 def test_crop_refuses_what_was_not_recorded():
-    model = tiny_model("llama", "odd")
-    ids = random_ids(1, 6)
-    cache = read(model, ids)
+    model, ids = tiny_model("llama", "odd"), random_ids(1, 9)
+    cache = read(model, ids[:, :6])
     with pytest.raises(ValueError, match=r"crop.*2.*activate_past_recording"):
         cache.crop(-2)
-    assert int(cache.get_seq_length()) == 6
-    continues(model, cache, ids, random_ids(1, 2, seed=4))  # the refusal has changed nothing
-
-
-def test_crop_refuses_more_than_was_recorded():
-    model = tiny_model("llama", "all")
-    cache = read(model, random_ids(1, 6))
     cache.activate_past_recording()
     with torch.no_grad():
-        model(random_ids(1, 3), past_key_values=cache, use_cache=True)
+        model(ids[:, 6:], past_key_values=cache)
     with pytest.raises(ValueError, match=r"5.*3|3.*5"):
         cache.crop(-5)
-    cache.crop(-3)
-    assert int(cache.get_seq_length()) == 6
+    continues(model, cache, ids, random_ids(1, 2, seed=4))  # the refusals have changed nothing
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
+@in_turn(mixer=MIXERS, layout=("odd", "all"))
 def test_crop_to_nothing(mixer, layout):
     """A cache after crop() of all its tokens works like a new one, also for one token."""
-    model, ids = tiny_model("llama", layout, mixer), random_ids(2, 5)
-    cache = RecurrentStateCache(model.config)
-    cache.activate_past_recording()
-    model(ids, past_key_values=cache, use_cache=True)
-    cache.crop(-5)
-    assert int(cache.get_seq_length()) == 0
-    assert all(layer.get() is None for layer in cache.layers if hasattr(layer, "states"))
+    model, cache = tiny_model("llama", layout, mixer), None
     for n in (1, 3):
+        cache = RecurrentStateCache(model.config)
+        cache.activate_past_recording()
+        model(random_ids(2, 5), past_key_values=cache)
+        cache.crop(-5)
         tokens = random_ids(2, n, seed=n)
-        fork = copy.deepcopy(cache)
-        assert_same(model(tokens, past_key_values=fork).logits, model(tokens, use_cache=False).logits)
+        assert_same(model(tokens, past_key_values=cache).logits, model(tokens, use_cache=False).logits)
 
 
 @torch.no_grad()
@@ -302,7 +267,6 @@ def test_crop_does_not_go_back_before_a_reset(forget):
         continues(model, cache, ids[:, :1], ids[:, 1:3])
 
 
-@pytest.mark.product_rows(r"(?!gka).*-all-")  # one of several examples stays
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("change", "argument", "rows"),
@@ -312,8 +276,7 @@ def test_crop_does_not_go_back_before_a_reset(forget):
         ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
     ],
 )
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
+@in_turn(mixer=MIXERS, layout=("odd", "all"))
 def test_crop_does_not_go_back_before_a_change_of_rows(mixer, layout, change, argument, rows):
     """Records of the rows before the change are deleted; later tokens are rolled back exactly."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(2, 9)
@@ -370,69 +333,34 @@ def test_memory_does_not_grow_after_recording_was_stopped(family):
     assert not any(getattr(layer, "record_past", False) for layer in caches[0].layers)
 
 
-def test_crop_of_padded_rows():
-    """Rollback inside a padded forward counts the tokens that were fed, pads included."""
-    model = tiny_model("llama", "all")
-    ids = random_ids(2, 8)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
-    following = random_ids(2, 2, seed=5)
-    with torch.no_grad():
-        cache = RecurrentStateCache(model.config)
-        cache.activate_past_recording()
-        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-        cache.crop(-3)
-        out = model(following, past_key_values=cache, use_cache=True).logits
-        for i, start in enumerate((2, 0)):
-            row = torch.cat([ids[i : i + 1, start:5], following[i : i + 1]], 1)
-            assert_same(out[i], model(row, use_cache=False).logits[0, -2:])
-
-
 # ---- files
 
 
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_resume(family, layout, tmp_path):
-    """A loaded cache continues token by token and in generate()."""
+@pytest.mark.parametrize("length", (None, 24))
+@in_turn(family=FAMILIES, layout=("odd", "all"))
+def test_resume(family, layout, length, tmp_path):
+    """A loaded cache continues token by token, in generate() and for a batch; its file is small and no pickle."""
     model = tiny_model(family, layout)
-    document, question = random_ids(1, 11), random_ids(1, 4, seed=5)
-    cache = read(model, document)
+    document, questions = random_ids(1, 11), random_ids(2, 4, seed=5)
+    cache = read(model, document, max_cache_len=length)
     cache.save_pretrained(tmp_path)
-    resumed = RecurrentStateCache.from_pretrained(tmp_path)
+    files = list(tmp_path.iterdir())
+    assert {file.suffix for file in files} <= {".safetensors", ".json"}
+    assert sum(file.stat().st_size for file in files) < cache.nbytes + 16_000
+    resumed, again, batch = (RecurrentStateCache.from_pretrained(tmp_path) for _ in range(3))
     assert resumed.nbytes == cache.nbytes
     assert int(resumed.get_seq_length()) == 11
-    continues(model, resumed, document, question)
-    whole = torch.cat([document, question], 1)
-    again = RecurrentStateCache.from_pretrained(tmp_path)
+    continues(model, resumed, document, questions[:1])
+    whole = torch.cat([document, questions[:1]], 1)
     assert_same_generation(greedy(model, whole, past_key_values=again), uncached_greedy(model, whole), "resumed")
-
-
-def test_resume_of_a_static_cache(tmp_path):
-    model = tiny_model("gemma3_text", "odd")
-    ids = random_ids(1, 7)
-    read(model, ids, max_cache_len=24).save_pretrained(tmp_path)
-    continues(model, RecurrentStateCache.from_pretrained(tmp_path), ids, random_ids(1, 4, seed=5))
-
-
-def test_resume_for_a_batch(tmp_path):
-    model = tiny_model("llama", "odd")
-    ids = random_ids(1, 7)
-    read(model, ids).save_pretrained(tmp_path)
-    cache = RecurrentStateCache.from_pretrained(tmp_path).expand(2)
-    continues(model, cache, ids.expand(2, -1), random_ids(2, 3, seed=5))
+    if length is None:
+        continues(model, batch.expand(2), document.expand(2, -1), questions)
 
 
 def saved_file(model, folder):
     read(model, random_ids(1, 7)).save_pretrained(folder)
     (file,) = (path for path in folder.iterdir() if path.suffix == ".safetensors")
     return file
-
-
-def test_saved_state_is_small_and_no_pickle(tmp_path):
-    model = tiny_model("llama", "all")
-    file = saved_file(model, tmp_path)
-    assert file.stat().st_size < read(model, random_ids(1, 7)).nbytes + 16_000
-    assert all(path.suffix in {".safetensors", ".json"} for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damage", ("truncated", "header", "count", "body", "missing", "other file"))
@@ -474,30 +402,20 @@ def test_failed_save_keeps_the_old_file(value, tmp_path):
 
 
 def test_empty_cache_is_not_saved(tmp_path):
-    with pytest.raises(ValueError, match="empty"):
-        RecurrentStateCache(tiny_model("llama", "odd").config).save_pretrained(tmp_path)
-
-
-def test_a_cache_after_reset_is_not_saved(tmp_path):
     """A static cache keeps its tensors after reset(), but they hold no states."""
     model = tiny_model("llama", "all")
     cache = read(model, random_ids(1, 5), max_cache_len=20)
     cache.reset()
-    with pytest.raises(ValueError, match="empty"):
-        cache.save_pretrained(tmp_path)
+    for empty in (cache, RecurrentStateCache(model.config)):
+        with pytest.raises(ValueError, match="empty"):
+            empty.save_pretrained(tmp_path)
 
 
 # ---- the wrong model
 
 
-@pytest.mark.parametrize(
-    ("other", "what"),
-    [
-        (("llama", "all"), "layout"),
-        (("qwen3", "odd"), "family"),
-    ],
-)
-def test_saved_cache_of_another_model(other, what, tmp_path):
+@pytest.mark.parametrize("other", [("llama", "all"), ("qwen3", "odd")])
+def test_saved_cache_of_another_model(other, tmp_path):
     read(tiny_model("llama", "odd"), random_ids(1, 7)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="another model"):
         RecurrentStateCache.from_pretrained(tmp_path, config=tiny_model(*other).config)
@@ -529,11 +447,13 @@ def test_saved_cache_of_a_model_that_differs_in_one_field(field, mixer, tmp_path
 
 
 def test_live_cache_of_another_model():
-    odd, everything = tiny_model("llama", "odd"), tiny_model("llama", "all")
-    for source, target in ((odd, everything), (everything, odd), (tiny_model("llama", None), odd)):
+    """Also one of the library's, whose layers have the right kinds but wrong sizes."""
+    odd, everything, wider = tiny_model("llama", "odd"), tiny_model("llama", "all"), tiny_model("qwen3", "odd")
+    for source, target in ((odd, everything), (everything, odd), (tiny_model("llama", None), odd), (odd, wider)):
+        cache = DynamicCache() if target is wider else None
         with torch.no_grad():
-            cache = source(random_ids(1, 5), use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="another model"):
+            cache = source(random_ids(1, 5), past_key_values=cache, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="another model" + ".*head_dim" * (target is wider)):
             target(random_ids(1, 3), past_key_values=cache)
 
 
@@ -557,15 +477,6 @@ def test_library_caches_are_adopted_in_place(kind):
     assert {*vars(cache)} - before == {"memmix"}
     assert cache.memmix.config is model.config and cache.memmix.dtype is model.dtype
     assert cache.memmix.static_length == options.get("max_cache_len")
-
-
-def test_adopted_cache_of_another_model():
-    """The layers have the right kinds, but wrong sizes."""
-    cache = DynamicCache()
-    with torch.no_grad():
-        tiny_model("llama", "odd")(random_ids(1, 5), past_key_values=cache)
-        with pytest.raises(ValueError, match="another model.*head_dim"):
-            tiny_model("qwen3", "odd")(random_ids(1, 3), past_key_values=cache)
 
 
 def test_wrong_batch_size():

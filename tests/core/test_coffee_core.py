@@ -119,12 +119,3 @@ def test_projection_keeps_states_bounded():
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_states_that_are_not_finite_are_refused():
-    lam = torch.full((2, 3), -0.5)
-    state = torch.zeros(1, 2, 3)
-    check_coffee(lam, state)
-    state[0, 1, 1] = float("inf")
-    with pytest.raises(ValueError, match="1 values that are not finite"):
-        check_coffee(lam, state)

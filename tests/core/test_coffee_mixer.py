@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.families import FAMILIES, attention_module
-from hf_memmix.mixers.coffee import CoffeeOptions
-from testing import assert_same, every_third, mixers_of, randomize, tiny_config
+from hf_memmix.conversion.families import attention_module
+from testing import assert_same, mixers_of, randomize, tiny_config
 from tiny_teachers import tiny_teacher
 
 
@@ -100,35 +99,6 @@ def test_states_that_diverged_are_refused():
     states["x"][0, 0, 0] = math.inf
     with pytest.raises(ValueError, match="1 values that are not finite"):
         mixer.check_states(mixer.options, states)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"states": 0}, "states=0 must be 1 to 64"),
-        ({"states": 65}, "states=65"),
-        ({"inner_size": 0}, "inner_size=0"),
-        ({"inner_size": 2.5}, "inner_size=2.5"),
-        ({"conv_size": 1}, "conv_size=1"),
-        ({"conv_activation": "gelu"}, "conv_activation='gelu'"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        CoffeeOptions(**options)
-
-
-@every_third("model_type", sorted(FAMILIES))  # tests/conversion/test_convert.py converts all families
-def test_every_family_converts_and_reports_every_tensor(model_type):
-    teacher = tiny_teacher(model_type)
-    student = convert_model(teacher, "coffee", keep=[1], states=4)
-    dropped = [row for row in student.conversion_report.tensors if row["fate"] == "dropped"]
-    assert dropped and all("no counterpart" in row["reason"] for row in dropped)
-    assert {"u_proj.weight", "o_proj.weight"} <= {
-        t for row in student.conversion_report.tensors for t in row["targets"]
-    }
-    logits = student(input_ids=torch.arange(3, 15)[None]).logits
-    assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize("filtered", [False, True])

@@ -10,12 +10,10 @@ from hf_memmix.cache import FinishedRows
 from hf_memmix.token_layout import TokenLayout
 from testing import mixers_of, tiny_model
 
-FAMILIES_UNDER_CONTROL = ("llama", "gemma3_text")
 
-
-@pytest.fixture(params=FAMILIES_UNDER_CONTROL)
-def model(request):
-    return tiny_model(request.param, "odd")
+@pytest.fixture
+def model():
+    return tiny_model("llama", "odd")
 
 
 def must_fail(model, *checks):
@@ -44,25 +42,21 @@ def patch_mixers(model, monkeypatch, wrap):
         monkeypatch.setattr(mixer, "forward", wrap(mixer.forward))
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_mask_withheld(model, monkeypatch):
     patch_mixers(model, monkeypatch, without("rows"))
     must_fail(model, "padding", "padded_generation", "static_cache")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_packing_withheld(model, monkeypatch):
     patch_mixers(model, monkeypatch, without("cu_seqlens"))
     must_fail(model, "packed")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_state_dropped(model, monkeypatch):
     monkeypatch.setattr(cache_layer_class(model), "get", lambda self, *args, **kwargs: None)
     must_fail(model, "splits", "greedy", "chunked_prefill", "multi_turn", "beams", "fork", "static_cache")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_state_rounded(model, monkeypatch):
     """One rounding to float32, the smallest error that a float64 run of ours can make."""
     cls = cache_layer_class(model)
@@ -76,7 +70,6 @@ def test_state_rounded(model, monkeypatch):
     must_fail(model, "splits", "greedy", "chunked_prefill", "multi_turn", "fork")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_crop_forgotten(model, monkeypatch):
     monkeypatch.setattr(cache_layer_class(model), "crop", lambda self, tokens: None)
     must_fail(model, "crop", "prompt_lookup")
@@ -84,7 +77,6 @@ def test_crop_forgotten(model, monkeypatch):
         check_assistant(model, tiny_model("llama", "odd", seed=1))
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_crop_off_by_one(model, monkeypatch):
     cls = cache_layer_class(model)
     crop = cls.crop
@@ -92,7 +84,6 @@ def test_crop_off_by_one(model, monkeypatch):
     must_fail(model, "crop", "prompt_lookup")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_rows_stay(model, monkeypatch):
     cls = cache_layer_class(model)
     for method in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
@@ -101,13 +92,11 @@ def test_rows_stay(model, monkeypatch):
             must_fail(model, "batch_operations", *(["beams"] if method == "reorder_cache" else []))
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_finished_rows_advance(model, monkeypatch):
     monkeypatch.setattr(FinishedRows, "put_back", lambda self: None)
     must_fail(model, "finished_rows")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_finished_rows_stop_before_their_last_token(model, monkeypatch):
     copy_rows = cache_layer_class(model).copy_rows
     call = FinishedRows.__call__
@@ -122,7 +111,6 @@ def test_finished_rows_stop_before_their_last_token(model, monkeypatch):
     must_fail(model, "finished_rows")
 
 
-@pytest.mark.product_rows(r"gemma3_text")  # one of several examples stays
 def test_copy_shares_its_state(model, monkeypatch):
     monkeypatch.setattr(cache_layer_class(model), "__deepcopy__", lambda self, memo: self, raising=False)
     must_fail(model, "fork")

@@ -18,7 +18,7 @@ from core.checks import an_end_token, assert_follows, greedy, left_padded
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache import FinishedRows
 from hf_memmix.cache.layer import count_hidden
-from testing import MIXERS, assert_same, random_ids, tiny_model, word_tokenizer
+from testing import MIXERS, assert_same, in_turn, random_ids, tiny_model, word_tokenizer
 
 NEW = 9
 REFUSED = "attention_mask hides .* of the .* tokens in the cache in row"
@@ -27,9 +27,9 @@ REFUSED = "attention_mask hides .* of the .* tokens in the cache in row"
 class Batch:
     """A padded batch, a token that ends its rows at different places, and the rows' lengths with it."""
 
-    def __init__(self, model, prompts=(9, 5, 7)):
+    def __init__(self, model):
         self.model = model
-        self.ids, self.mask = left_padded([random_ids(1, n, seed=n) for n in prompts])
+        self.ids, self.mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5, 7)])
         self.end, self.lengths = an_end_token(greedy(model, self.ids, NEW, attention_mask=self.mask).sequences[:, 9:])
 
     def generate(self, **options):
@@ -52,36 +52,24 @@ class Batch:
 
 @functools.cache
 def batch_of_layout(layout):
+    """One batch per layout: the tests do not change it."""
     return Batch(tiny_model("llama", layout))
 
 
-@pytest.fixture(params=("odd", "all"))
-def batch(request):
-    """One batch per layout: the tests do not change it."""
-    return batch_of_layout(request.param)
+@pytest.fixture
+def batch():
+    return batch_of_layout("odd")
 
 
 # ---- caches
 
 
-@pytest.mark.product_rows(
-    r"StaticCache-(gka|coffee|mamba2)", r"DynamicCache-(lattice|ska)"
-)  # one of several examples stays
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("kind", (DynamicCache, StaticCache))
-def test_caches_of_the_library(kind, mixer):
+@in_turn(mixer=MIXERS, kind=(DynamicCache, StaticCache))
+def test_caches_of_the_library(mixer, kind):
     batch = Batch(tiny_model("llama", "odd", mixer))
     cache = DynamicCache() if kind is DynamicCache else StaticCache(config=batch.model.config, max_cache_len=40)
     out = batch.generate(past_key_values=cache)
     batch.second_turn(out.sequences, cache, batch.seen())
-
-
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_two_rows(mixer):
-    batch = Batch(tiny_model("llama", "all", mixer), prompts=(9, 5))
-    assert len(set(batch.lengths)) == 2
-    out = batch.generate()
-    batch.second_turn(out.sequences, out.past_key_values, batch.seen())
 
 
 def test_cache_of_generate_that_is_static():
@@ -90,7 +78,6 @@ def test_cache_of_generate_that_is_static():
     batch.second_turn(out.sequences, out.past_key_values, batch.seen())
 
 
-@pytest.mark.product_rows(r"odd")  # one of several examples stays
 @pytest.mark.parametrize("pads", (True, False))
 def test_rows_that_end_by_a_stop_string(batch, pads):
     """With an end-of-sequence token, which never comes here, they get pads; without one they are sampled on."""
@@ -108,7 +95,6 @@ def test_rows_that_end_by_a_stop_string(batch, pads):
     batch.second_turn(out.sequences, out.past_key_values, batch.seen(lengths))
 
 
-@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_rows_that_end_under_synced_gpus(batch, tmp_path):
     """The loop of sharded models (ZeRO-3, FSDP), which asks all processes whether one goes on; here there is one."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
@@ -143,7 +129,6 @@ def test_three_turns(batch):
 # ---- ways to end a row
 
 
-@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_several_end_tokens_of_which_one_pads(batch):
     out = batch.generate(eos_token_id=[batch.end, 2], pad_token_id=batch.end)
     assert (out.sequences[:, -1] == batch.end).any()
@@ -173,7 +158,6 @@ class StopAt(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_other_stopping_criteria(batch):
     """With an end token rows that met another criterion are padded; without one generate() goes on sampling them."""
     options = {"stopping_criteria": StoppingCriteriaList([StopAt(batch.end)])}
@@ -183,7 +167,6 @@ def test_other_stopping_criteria(batch):
     batch.second_turn(on.sequences, on.past_key_values, batch.seen([max(batch.lengths)] * 3))
 
 
-@pytest.mark.product_rows(r"odd")  # one of several examples stays
 def test_generation_that_breaks_off(batch):
     """A cache of the user's is right after an exception, too."""
 
@@ -210,20 +193,21 @@ CHANGES = {
 }
 
 
-@pytest.mark.product_rows(r"all-")  # one of several examples stays
+each_cache = pytest.mark.parametrize(("layout", "static"), [("odd", False), ("all", True)])
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("static", (False, True))
-def test_rows_keep_their_record(static, change, batch):
+@each_cache
+def test_rows_keep_their_record(layout, static, change):
+    batch, (apply, rows) = batch_of_layout(layout), CHANGES[change]
     out = batch.generate(past_key_values=RecurrentStateCache(batch.model.config, 40 if static else None))
-    cache, (apply, rows) = out.past_key_values, CHANGES[change]
-    if not (static and change == "reorder" and "attention" in batch.model.config.mixer_types):
-        apply(cache)
-        batch.second_turn(out.sequences, cache, batch.seen(), torch.tensor(rows))
+    apply(out.past_key_values)
+    batch.second_turn(out.sequences, out.past_key_values, batch.seen(), torch.tensor(rows))
 
 
-@pytest.mark.product_rows(r"(all-True|odd-False)")  # one of several examples stays
-@pytest.mark.parametrize("static", (False, True))
-def test_files_and_copies_keep_the_record(static, batch, tmp_path):
+@each_cache
+def test_files_and_copies_keep_the_record(layout, static, tmp_path):
+    batch = batch_of_layout(layout)
     out = batch.generate(past_key_values=RecurrentStateCache(batch.model.config, 40 if static else None))
     out.past_key_values.save_pretrained(tmp_path)
     for cache in (RecurrentStateCache.from_pretrained(tmp_path), pickle.loads(pickle.dumps(out.past_key_values))):
@@ -292,22 +276,6 @@ def test_mask_that_contradicts_the_cache(static, mixer):
     out = model(ids[:, :2], attention_mask=grown, past_key_values=cache).logits
     full = model(torch.cat([ids, ids[:, :2]], 1), attention_mask=grown, use_cache=False).logits
     assert_same(out, full[:, -2:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("static", (False, True))
-def test_mask_that_hides_other_tokens_with_equal_sums(static, mixer, layout):
-    """Pads 1 and 8, and a mask that hides 4 and 7: as many tokens, and equal sums of the squares of their places."""
-    model, ids = tiny_model("llama", layout, mixer), random_ids(1, 10)
-    mask, wrong = (torch.ones(1, 12, dtype=torch.long) for _ in range(2))
-    mask[0, [0, 7]], wrong[0, [3, 6]] = 0, 0
-    cache = RecurrentStateCache(model.config, 20 if static else None)
-    model(ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
-    with pytest.raises(ValueError, match="hides 2 of the 8 .* row 0, .* the 2 that"):
-        model(ids[:, :2], attention_mask=wrong[:, :10], past_key_values=cache)
-    model(ids[:, 8:], attention_mask=mask[:, :10], past_key_values=cache)
 
 
 def test_no_two_masks_have_equal_numbers():

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from core.checks import assert_same_generation, check_padded_generation, greedy, left_padded, uncached_greedy
 from hf_memmix import RecurrentStateCache
 from hf_memmix.layout_hooks import sequences_are_separate
-from testing import MIXERS, assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
+from testing import (
+    MIXERS,
+    assert_same,
+    assert_same_tokens,
+    base_model,
+    in_turn,
+    random_ids,
+    tiny_model,
+    word_tokenizer,
+)
 
 LAYOUTS = ("first", "all")
 
@@ -34,13 +44,9 @@ def test_inputs_embeds(family):
     ids = random_ids(2, 9)
     embeds = model.get_input_embeddings()(ids)
     assert_same(model(inputs_embeds=embeds).logits, model(ids).logits)
-    out = greedy_from_embeds(model, embeds)
+    mask = torch.ones_like(ids)
+    out = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, do_sample=False)
     assert_same_tokens(out, uncached_greedy(model, ids)[0][:, 9:])
-
-
-def greedy_from_embeds(model, embeds):
-    mask = torch.ones(embeds.shape[:2], dtype=torch.long)
-    return model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt_neox", "gemma3_text", "gpt2"))
@@ -51,7 +57,6 @@ def test_hidden_states(family):
     ids = random_ids(1, 6)
     out, expected = (m(ids, output_hidden_states=True) for m in (model, native))
     assert [h.shape for h in out.hidden_states] == [h.shape for h in expected.hidden_states]
-    assert_same(out.hidden_states[0], native_embedding(out, model, ids))
     inner = base_model(model)(ids, output_hidden_states=True)
     for a, b in zip(inner.hidden_states, out.hidden_states, strict=True):
         assert_same(a, b)
@@ -61,20 +66,10 @@ def test_hidden_states(family):
     assert (out.hidden_states[2] - expected.hidden_states[2]).abs().max() > 1e-3
 
 
-def native_embedding(out, model, ids):
-    return base_model(model)(ids, output_hidden_states=True).hidden_states[0]
-
-
 @torch.no_grad()
-def test_logits_to_keep(model):
+def test_forms_of_the_output(model):
     ids = random_ids(2, 7)
-    assert_same(model(ids, logits_to_keep=2).logits, model(ids).logits[:, -2:])
-
-
-@torch.no_grad()
-def test_tuple_output(model):
-    ids = random_ids(1, 5)
-    assert_same(model(ids, return_dict=False)[0], model(ids).logits)
+    assert_same(model(ids, return_dict=False, logits_to_keep=2)[0], model(ids).logits[:, -2:])
 
 
 @torch.no_grad()
@@ -138,32 +133,6 @@ def test_prefix_tuning_is_refused(layout, implementation):
 
 
 @torch.no_grad()
-def test_use_cache_false(model):
-    ids = random_ids(1, 7)
-    assert_same_generation(greedy(model, ids, use_cache=False), uncached_greedy(model, ids), "no cache")
-
-
-@torch.no_grad()
-def test_cache_is_returned(model):
-    """generate() hands back a cache that can be saved: a RecurrentStateCache, or any that carries its layers."""
-    out = greedy(model, random_ids(1, 7))
-    assert out.past_key_values.get_seq_length() == 12
-    assert isinstance(out.past_key_values, RecurrentStateCache)
-
-
-@pytest.mark.product_rows(r"first")  # one of several examples stays
-@torch.no_grad()
-def test_static_multi_turn(model):
-    """A static cache, generous in length, serves several turns."""
-    ids = random_ids(1, 6)
-    cache = RecurrentStateCache(model.config, max_cache_len=48)
-    for turn in range(3):
-        out = greedy(model, ids, 4, past_key_values=cache)
-        assert_same_generation(out, uncached_greedy(model, ids, 4), f"turn {turn}")
-        ids = torch.cat([out.sequences, random_ids(1, 3, seed=turn)], 1)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("layout", ("first", "all"))
 def test_chunked_prefill_of_a_static_cache(layout, monkeypatch):
     """Keys and values are never allocated for layers with mixers: they would take gigabytes."""
@@ -197,39 +166,13 @@ def test_masks_are_made_for_attention_layers_only(family, monkeypatch):
         assert bool(made) == (layout != "all")
 
 
-@pytest.mark.product_rows(r"first")  # one of several examples stays
-@torch.no_grad()
-def test_padded_multi_turn(model):
-    """The second turn of a left-padded batch."""
-    rows = [random_ids(1, n, seed=n) for n in (8, 5)]
-    ids, mask = left_padded(rows)
-    first = greedy(model, ids, 4, attention_mask=mask)
-    user = random_ids(2, 3, seed=9)
-    turn = torch.cat([first.sequences, user], 1)
-    mask = torch.cat([mask, torch.ones(2, 4 + 3, dtype=torch.long)], 1)
-    out = greedy(model, turn, attention_mask=mask, past_key_values=first.past_key_values)
-    for i in range(2):
-        alone = uncached_greedy(model, turn[i : i + 1, mask[i].bool()])
-        assert_same(torch.stack(out.logits, 1)[i], alone[1][0], f"row {i}")
-        assert_same_tokens(out.sequences[i, -6:], alone[0][0, -6:])
-
-
-@pytest.mark.product_rows(r"first")  # one of several examples stays
-@torch.no_grad()
-def test_beams_on_a_static_cache(model):
-    ids = random_ids(2, 7)
-    expected = model.generate(ids, num_beams=3, max_new_tokens=5, do_sample=False, use_cache=False)
-    out = model.generate(ids, num_beams=3, max_new_tokens=5, do_sample=False, cache_implementation="static")
-    assert_same_tokens(out, expected)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_samples_on_a_static_cache(mixer):
     """Three samples per prompt: the cache has one row per sample."""
+    (ids, mask), out = left_padded([random_ids(1, 7), random_ids(1, 4)]), []
     for layout in LAYOUTS:
-        model, (ids, mask) = tiny_model("llama", layout, mixer), left_padded([random_ids(1, 7), random_ids(1, 4)])
-        out = []
+        model, out = tiny_model("llama", layout, mixer), []
         for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
             torch.manual_seed(0)
             options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, **cache}
@@ -237,39 +180,26 @@ def test_samples_on_a_static_cache(mixer):
         assert_same_tokens(out[1], out[0])
 
 
-@pytest.mark.product_rows(r"(?!gka).*-static")  # one of several examples stays
 @torch.no_grad()
-@pytest.mark.parametrize("cache", (None, "static"))
-@pytest.mark.parametrize("mixer", MIXERS)
+@in_turn(mixer=MIXERS, cache=(None, "static"))
 def test_padded_prompt_token_by_token(mixer, cache):
     """A chunk of the prompt may be a single pad; the new token of a decode step is never a pad."""
     for layout in LAYOUTS:
         check_padded_generation(tiny_model("llama", layout, mixer), prefill_chunk_size=1, cache_implementation=cache)
 
 
-@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
-def test_beam_sampling(model):
-    ids, out = random_ids(2, 7), []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        out.append(model.generate(ids, num_beams=2, do_sample=True, max_new_tokens=5, use_cache=use_cache))
-    assert_same_tokens(*out)
-
-
-@pytest.mark.product_rows(r"first")  # one of several examples stays
-@torch.no_grad()
-def test_beams_of_a_padded_batch(model):
+@pytest.mark.parametrize("implementation", (None, "static"))
+def test_beams_of_a_padded_batch(model, implementation):
     rows = [random_ids(1, n, seed=n) for n in (8, 5)]
     ids, mask = left_padded(rows)
     options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
-    out = model.generate(ids, attention_mask=mask, **options)
+    out = model.generate(ids, attention_mask=mask, cache_implementation=implementation, **options)
     for i, row in enumerate(rows):
         alone = model.generate(row, attention_mask=torch.ones_like(row), use_cache=False, **options)
         assert_same_tokens(out[i, -5:], alone[0, -5:])
 
 
-@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_assistant_of_another_kind(model):
     """A native draft model for a memory model, and a memory model as draft of a native one."""
@@ -290,7 +220,6 @@ def test_assisted_decoding_from_a_filled_cache_is_refused(model):
             greedy(model, torch.cat([ids, ids], 1), past_key_values=cache, **kwargs)
 
 
-@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_a_second_turn_after_assisted_decoding(model):
     """The cache of assisted decoding can be used for a second turn without assistance."""
@@ -357,27 +286,15 @@ def test_quantized_cache_is_refused(model):
         greedy(model, random_ids(1, 5), cache_implementation="quantized")
 
 
-@pytest.mark.product_rows(r"first")  # one of several examples stays
 @torch.no_grad()
 def test_streamer_and_stopping(model):
     """Tokens stream out one by one, and a stop token ends the row."""
-    from transformers.generation.streamers import BaseStreamer
-
-    class Collect(BaseStreamer):
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            pass
-
     ids = random_ids(1, 6)
     whole = uncached_greedy(model, ids)[0][0].tolist()
-    collect = Collect()
-    greedy(model, ids, streamer=collect)
-    assert collect.tokens == whole
+    tokens = []
+    streamer = SimpleNamespace(put=lambda value: tokens.extend(value.flatten().tolist()), end=lambda: None)
+    greedy(model, ids, streamer=streamer)
+    assert tokens == whole
     stopped = greedy(model, ids, eos_token_id=whole[8]).sequences[0].tolist()
     assert stopped == whole[: whole.index(whole[8], 6) + 1]
 
@@ -395,19 +312,6 @@ def test_pipeline(model):
 
 
 @torch.no_grad()
-def test_packed_rows():
-    """Each row has its own boundaries."""
-    model = tiny_model("llama", "all")
-    ids = random_ids(2, 10)
-    lengths = ((4, 6), (7, 3))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    out = model(ids, position_ids=positions, use_cache=False).logits
-    for i, row in enumerate(lengths):
-        alone = [model(part, use_cache=False).logits for part in ids[i : i + 1].split(row, 1)]
-        assert_same(out[i : i + 1], torch.cat(alone, 1), f"row {i}")
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("layout", ("odd", "all"))
 def test_indices_of_sequences_in_any_order(layout, mixer):
@@ -417,20 +321,6 @@ def test_indices_of_sequences_in_any_order(layout, mixer):
     out = model(ids, seq_idx=torch.tensor([3, 3, 3, 3, 1, 1, 2, 2, 2]).repeat(2, 1), use_cache=False).logits
     alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
     assert_same(out, torch.cat(alone, 1))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("layout", ("odd", "all"))
-def test_position_ids_that_are_not_consecutive(layout, mixer):
-    """A position that is not its predecessor plus one starts a new sequence, also if it is larger."""
-    model, ids = tiny_model("llama", layout, mixer), random_ids(1, 7)
-    for positions in ([0, 1, 2, 7, 8, 9, 10], [0, 1, 2, 2, 3, 4, 5]):
-        positions = torch.tensor([positions])
-        out = model(ids, position_ids=positions, use_cache=False).logits
-        parts = [(0, 3), (3, 7)]
-        alone = [model(ids[:, a:b], position_ids=positions[:, a:b], use_cache=False).logits for a, b in parts]
-        assert_same(out, torch.cat(alone, 1))
 
 
 @torch.no_grad()
@@ -454,39 +344,22 @@ def test_a_mask_that_does_not_separate_packed_sequences_is_refused(additive, row
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ("cu_seq_lens_q", "seq_idx"))
-def test_packed_without_position_ids(kind):
-    """Boundaries alone suffice where no attention layer needs positions."""
-    model = tiny_model("llama", "all")
-    ids = random_ids(1, 10)
-    kwargs = {
-        "cu_seq_lens_q": torch.tensor([0, 4, 10], dtype=torch.int32),
-        "seq_idx": torch.tensor([[0] * 4 + [1] * 6], dtype=torch.int32),
-    }
-    out = model(ids, use_cache=False, **{kind: kwargs[kind]}).logits
-    assert_same(out, torch.cat([model(part, use_cache=False).logits for part in ids.split((4, 6), 1)], 1))
-
-
-def test_packed_into_a_cache_is_right_or_refused():
-    """With the cache that a forward makes by default packed sequences must not leak into each other."""
-    model = tiny_model("llama", "all")
-    ids = random_ids(1, 10)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
-    with torch.no_grad():
-        try:
-            out = model(ids, position_ids=positions).logits
-        except ValueError as error:
-            assert "use_cache=False" in str(error)  # noqa: PT017
-            return
-        assert_same(out, torch.cat([model(part).logits for part in ids.split((4, 6), 1)], 1))
-
-
-@torch.no_grad()
-def test_empty_packed_sequences():
-    """Boundaries padded to a fixed number, as collators for static shapes do."""
-    model = tiny_model("llama", "all")
-    ids = random_ids(1, 10)
-    out = model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 4, 10, 10], dtype=torch.int32)).logits
+@pytest.mark.parametrize(
+    "boundaries",
+    (
+        {"cu_seq_lens_q": torch.tensor([0, 4, 10], dtype=torch.int32)},
+        {"seq_idx": torch.tensor([[0] * 4 + [1] * 6], dtype=torch.int32)},
+        # padded to a fixed number, as collators for static shapes do
+        {"cu_seq_lens_q": torch.tensor([0, 4, 4, 10, 10], dtype=torch.int32)},
+        # with the cache that a forward makes by default
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]), "use_cache": None},
+    ),
+    ids=("cu_seq_lens_q", "seq_idx", "empty sequences", "position_ids"),
+)
+def test_packed_by_boundaries_alone(boundaries):
+    """They suffice where no attention layer needs positions."""
+    model, ids = tiny_model("llama", "all"), random_ids(1, 10)
+    out = model(ids, **{"use_cache": False, **boundaries}).logits
     assert_same(out, torch.cat([model(part, use_cache=False).logits for part in ids.split((4, 6), 1)], 1))
 
 

@@ -1,16 +1,13 @@
 """What is GKA's own: the latent sketch, its states, and checkpoints with and without it."""
 
-import json
 import math
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from core.mixer_variants import made
-from hf_memmix import RecurrentStateCache
-from hf_memmix.serving.footprint import Footprint
-from testing import assert_same, build, difference, mixers_of, random_ids, tiny_config
+from testing import assert_same, difference, mixers_of, tiny_config
 
 
 def test_the_sketch_starts_orthonormal_and_differs_between_heads():
@@ -48,22 +45,6 @@ def test_the_layer_solves_the_projected_normal_equations(use_o_norm):
         assert_same(y[:, t], read[..., 0] * (8**-0.5 if use_o_norm else 1), f"token {t}", tolerance=1e-8)
     assert_same(states["H"], small, "H")
     assert_same(states["U"], U @ S, "U")
-
-
-@torch.no_grad()
-def test_a_sketch_of_the_head_size_changes_nothing():
-    """An orthogonal S is a rotation of q and k, which the regression does not see."""
-    (plain, x, rotary), (sketched, _, _) = (made("gka", {"sketch_dim": size}) for size in (None, 8))
-    torch.nn.init.orthogonal_(sketched.sketch[0])
-    torch.nn.init.orthogonal_(sketched.sketch[1])
-    sketched.load_state_dict(plain.state_dict(), strict=False)
-    tokens = plain.project(x, rotary)
-    (want, _), (got, states) = plain.scan(tokens, None), sketched.scan(tokens, None)
-    assert_same(got, want)
-    one = {name: t[:, -1:] for name, t in tokens.items()}
-    before = sketched.scan({name: t[:, :-1] for name, t in tokens.items()}, None)[1]
-    assert_same(sketched.step(one, before), want[:, -1:], "a step")
-    assert_same(before["U"], states["U"], "its state")
 
 
 def loss_of(layer, x, rotary):
@@ -138,86 +119,3 @@ def test_every_path_to_the_gates_gives_their_formulas(without, tokens, backend, 
         if name in found:
             eps = 1e-6 if name == "beta" else 0
             torch.testing.assert_close(found[name], getattr(layer, proj)(x).sigmoid() + eps, rtol=1e-5, atol=1e-12)
-
-
-def test_the_sketch_is_learned():
-    layer, x, rotary = made("gka", {"sketch_dim": 4})
-    y, _ = layer.scan(layer.project(x, rotary), None)
-    (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), layer.sketch)
-    assert (gradient.abs().amax((1, 2)) > 0).all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("layout", ("all", "odd"))
-def test_generation_with_a_sketch(layout):
-    """Token by token from the cache and without a cache: the same tokens."""
-    model, ids = build(tiny_config("qwen3", layout, "gka", {"sketch_dim": 4}), dtype=torch.float64), random_ids(2, 9)
-    cached, whole = (model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=used) for used in (True, False))
-    assert cached.tolist() == whole.tolist()
-
-
-@torch.no_grad()
-def test_a_saved_cache_continues_and_another_sketch_refuses_it(tmp_path):
-    def model_of(size):
-        return build(tiny_config("llama", "all", "gka", {"sketch_dim": size}), dtype=torch.float64)
-
-    model, ids = model_of(4), random_ids(1, 12)
-    cache = model(ids[:, :8], use_cache=True).past_key_values
-    cache.save_pretrained(tmp_path)
-    again = RecurrentStateCache.from_pretrained(tmp_path, model.config)
-    got = model(ids[:, 8:], past_key_values=again).logits
-    assert_same(got, model(ids).logits[:, 8:], "after loading")
-    with pytest.raises(ValueError, match=r"mixers\.gka\.sketch_dim: cache 4, model None"):
-        RecurrentStateCache.from_pretrained(tmp_path, model_of(None).config)
-
-
-@torch.no_grad()
-def test_checkpoints_with_and_without_the_option(tmp_path):
-    """A sketched model loads as it was saved; a config.json from before the option is a model without a sketch."""
-    ids = random_ids(1, 7)
-    for size in (3, None):
-        model = build(tiny_config("llama", "all", "gka", {"sketch_dim": size}))
-        model.save_pretrained(tmp_path / str(size))
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / str(size))
-        assert again.config.mixers["gka"]["sketch_dim"] == size
-        assert_same(again(ids).logits, model(ids).logits, str(size), tolerance=0)
-    file = tmp_path / "None" / "config.json"
-    fields = json.loads(file.read_text())
-    del fields["mixers"]["gka"]["sketch_dim"]
-    file.write_text(json.dumps(fields))
-    old = AutoModelForCausalLM.from_pretrained(file.parent)
-    assert not any("sketch" in name for name, _ in old.named_parameters())
-    assert_same(old(ids).logits, model(ids).logits, "an old checkpoint", tolerance=0)
-
-
-@pytest.mark.parametrize("size", (1, 4, 8))
-def test_footprint_of_a_sketch(size):
-    """Bytes per layer: [s, s] and [8, s] numbers in fp32 per query head, and the convolutions' states."""
-    configs = [tiny_config("llama", (0,), "gka", {"sketch_dim": s}) for s in (size, None)]
-    own, plain = (Footprint.of(config, torch.float32).state_bytes() for config in configs)
-    assert plain - own == 4 * 4 * (2 * 64 - size * (size + 8))
-
-
-@pytest.mark.parametrize(
-    ("size", "match"),
-    [
-        (0, "sketch_dim=0 must be 1 to 256; at most the head size"),
-        (-4, "sketch_dim=-4"),
-        (2.5, "sketch_dim=2.5 must be of type"),
-        ("half", "sketch_dim='half' must be of type"),
-        (9, "layer 0: sketch_dim=9 is larger than the head size 8; set it to at most 8, or to None for no sketch"),
-    ],
-)
-def test_wrong_sizes_are_refused_in_one_line(size, match):
-    with pytest.raises(ValueError, match=match) as error:
-        build(tiny_config("llama", (0,), "gka", {"sketch_dim": size}))
-    assert "\n" not in str(error.value)
-
-
-def test_the_size_is_part_of_what_a_model_is(tmp_path):
-    """Unlike the solver's schedule, it cannot be changed at inference."""
-    model = build(tiny_config("llama", "all", "gka", {"sketch_dim": 4}))
-    with pytest.raises(ValueError, match="sketch_dim"):
-        model.set_mixer_options("gka", sketch_dim=2)
-    model.config.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).mixers["gka"]["sketch_dim"] == 4

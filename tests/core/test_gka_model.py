@@ -1,19 +1,8 @@
 """What is GKA's own of `GKAForCausalLM`; the rest is in `test_models.py`."""
 
-import torch
 from transformers import Qwen3ForCausalLM
 
 from hf_memmix import GKAConfig, GKAForCausalLM
-from testing import family_fields, mixers_of
-
-
-def test_default_initialisation():
-    """Fresh parameters follow the paper."""
-    torch.manual_seed(0)
-    model = GKAForCausalLM(GKAConfig(**family_fields("GKA")))
-    mixer = mixers_of(model)[0]
-    assert ((mixer.A_log.exp() > 0) & (mixer.A_log.exp() <= 16)).all()
-    assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
 
 
 def test_presets():

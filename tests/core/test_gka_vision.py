@@ -13,8 +13,6 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
-    Trainer,
-    TrainingArguments,
     ViTImageProcessorPil,
     pipeline,
 )
@@ -181,29 +179,6 @@ def test_gradient_checkpointing_changes_nothing():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
-@pytest.mark.product  # one training per kind of mixer stays
-def test_trainer(tmp_path):
-    """Two classes of images that differ by their mean are told apart, also after the checkpoint is loaded."""
-    x = images(32, 32, 32).float() * 0.1
-    labels = torch.arange(32) % 2
-    data = [{"pixel_values": image + label, "labels": label} for image, label in zip(x, labels, strict=True)]
-    arguments = TrainingArguments(
-        tmp_path, max_steps=12, per_device_train_batch_size=16, learning_rate=3e-3, report_to="none", use_cpu=True
-    )
-    model = tiny(num_labels=2, initializer_range=0.05, depths=[1, 1, 1, 1], drop_path_rate=0.0).float()
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = 0.5  # its statistics follow the weights in a few steps
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
-    trainer.train()
-    again = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-12")
-    predictions = trainer.predict(data).predictions
-    assert (predictions.argmax(-1) == labels.numpy()).all()
-    with torch.no_grad():
-        logits = again(torch.stack([row["pixel_values"] for row in data])).logits
-    assert_same(logits, torch.from_numpy(predictions), tolerance=1e-5)
-
-
 # ---- checkpoints and the Auto classes
 
 
@@ -255,11 +230,6 @@ def test_image_processor_and_pipeline(tmp_path):
     assert type(AutoImageProcessor.from_pretrained(tmp_path, backend="pil")) is ViTImageProcessorPil
     scores = pipeline("image-classification", str(tmp_path), image_processor=found, device="cpu")(picture, top_k=5)
     assert len(scores) == 5 and sum(row["score"] for row in scores) == pytest.approx(1)
-
-
-def test_public_names():
-    assert {"GKAVisionConfig", "GKAVisionModel", "GKAVisionForImageClassification"} <= set(hf_memmix.__all__)
-    assert AutoConfig.for_model("memmix_gka_vision").hidden_sizes == [80, 160, 320, 640]
 
 
 # ---- refusals

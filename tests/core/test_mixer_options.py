@@ -64,19 +64,6 @@ def test_norm_of_lattices_start_does_not_matter(mixer, options):
 
 
 @torch.no_grad()
-def test_gka_without_an_output_norm_is_not_scaled():
-    """y = U x has the size that attention has; before a norm it is over the root of the head size."""
-    (plain, x, rotary), (normed, _, _) = (made("gka", {"use_o_norm": used}) for used in (False, True))
-    normed.load_state_dict(plain.state_dict(), strict=False)
-    tokens = plain.project(x, rotary)
-    expected = normed.scan(tokens, None)[0] * plain.head_dim**0.5
-    assert_same(plain.scan(tokens, None)[0], expected)
-    _, states = plain.scan({k: v[:, :1] for k, v in tokens.items()}, None)
-    one = {k: v[:, 1:2] for k, v in tokens.items()}
-    assert_same(plain.step(one, {k: v.clone() for k, v in states.items()}), expected[:, 1:2], "a step")
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("use_beta", (True, False))
 def test_pads_of_gka_have_no_write_strength(use_beta):
     """beta is set to zero at pads; this does not depend on the zeros that the convolution leaves there."""

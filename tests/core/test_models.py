@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import hf_memmix
 from core.checks import CHECKS, check_assistant, check_gradient_checkpointing
 from hf_memmix.models import FAMILIES as REGISTERED
-from testing import MODELS, assert_same, build, every_third, family_fields, random_ids, randomize
+from testing import MODELS, assert_same, build, every_third, family_fields, in_turn, random_ids, randomize
 
 every_family = pytest.mark.parametrize("name", MODELS)
 LAYOUTS = [(name, layout) for name, row in MODELS.items() for layout in row["layouts"]]
@@ -30,10 +30,10 @@ def tiny_in_float64(name, layout):
     return tiny(name, layout).double()
 
 
-@pytest.mark.product_rows(r".*-hybrid")  # one of several examples stays
-@every_third(("check", "name", "layout"), [(check, *row) for check in CHECKS for row in LAYOUTS])
-def test_check(check, name, layout):
-    CHECKS[check](tiny_in_float64(name, layout))
+@in_turn(check=CHECKS, name=MODELS, turn=range(4))
+def test_check(check, name, turn):
+    layouts = [*MODELS[name]["layouts"]]
+    CHECKS[check](tiny_in_float64(name, layouts[turn % len(layouts)]))
 
 
 @every_third(("name", "layout"), LAYOUTS)
@@ -56,23 +56,15 @@ def test_presets(name, preset):
     with torch.device("meta"):
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert 0.85 * stated < count < 1.2 * stated, f"{count / 1e9:.2f} B"
-
-
-@every_family
-def test_every_preset_has_a_row(name):
-    assert REGISTERED[name].presets.keys() == MODELS[name]["presets"].keys()
+    config = REGISTERED[name].preset(preset, **family_fields(name), attention_layers=[2])
+    assert config.hidden_size == 32
+    assert config.mixer_types[2] == "attention"
 
 
 def test_every_family_has_a_row():
-    assert REGISTERED.keys() == MODELS.keys()
-
-
-@every_family
-def test_preset_overrides(name):
-    for preset in REGISTERED[name].presets:
-        config = REGISTERED[name].preset(preset, **family_fields(name), attention_layers=[2])
-        assert config.hidden_size == 32
-        assert config.mixer_types[2] == "attention"
+    """And every preset."""
+    presets = {name: row["presets"].keys() for name, row in MODELS.items()}
+    assert {name: family.presets.keys() for name, family in REGISTERED.items()} == presets
 
 
 @every_family

@@ -1,6 +1,5 @@
 """Quantised weights: what a quantiser leaves alone, saving and loading, QLoRA, perplexity, refusals by name."""
 
-import importlib.util
 import logging
 
 import pytest
@@ -16,13 +15,10 @@ from hf_memmix.mixers import MIXERS
 from hf_memmix.quantization import leave_steering_alone, quantizer_of, steering_names
 from hf_memmix.swap import fp32_parameter_names, memory_mixers
 from testing import MIXERS as TINY
+from testing import in_turn
 from tiny_teachers import tiny_teacher
 
-PACKAGES = {"int8": "torchao", "4bit": "bitsandbytes", "8bit": "bitsandbytes"}
-METHODS = [
-    pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(package) is None, reason="not installed"))
-    for name, package in PACKAGES.items()
-]
+METHODS = ("int8", "4bit", "8bit")
 
 
 def quantization(method):
@@ -49,8 +45,7 @@ def student_folder(tmp_path, kind):
     return tmp_path / kind
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", TINY)
+@in_turn(kind=TINY, method=METHODS)
 def test_what_steers_a_memory_keeps_its_values(tmp_path, kind, method):
     folder = student_folder(tmp_path, kind)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import hub
 
 import testing
 from testing import (
@@ -20,7 +19,6 @@ from testing import (
     assert_same,
     backbone_config,
     build,
-    every_third,
     mixers_of,
     random_ids,
     randomize,
@@ -53,18 +51,9 @@ def test_save_and_load(family, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ("llama", "mixtral", "gpt2"))
-def test_shards(family, tmp_path):
-    model = tiny_model(family, "odd")
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    again, report = load(tmp_path)
-    assert report == NOTHING
-    assert_same(again(IDS).logits, model(IDS).logits, tolerance=0)
-
-
-@torch.no_grad()
-@every_third("family", FAMILIES)  # tests/conversion/test_convert.py converts all families
+@pytest.mark.parametrize(
+    "family", ("llama", "gpt2", "gpt_neox", "phi3", "mixtral")
+)  # test_convert.py has all families
 def test_teacher_checkpoint(family, tmp_path):
     """A native checkpoint loads into a memmix configuration: nothing outside the replaced attention is missing."""
     native = tiny_model(family, None)
@@ -107,10 +96,8 @@ def test_heads_tied_and_untied(family, tied, tmp_path):
     assert_same(again(IDS).logits, model(IDS).logits, tolerance=0)
 
 
-@pytest.mark.product_rows(r"(llama-all|gpt_neox-odd)")  # one of several examples stays
 @torch.no_grad()
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("family", ("llama", "gpt_neox"))
+@pytest.mark.parametrize(("family", "layout"), [("llama", "odd"), ("gpt_neox", "all")])
 def test_half_precision(family, layout, tmp_path):
     """Loaded in bf16 or fp16 the decay parameters stay fp32, and the model runs, pads and generates."""
     # two layers: four random ones multiply the rounding of bf16 by so much that processors differ
@@ -152,37 +139,7 @@ def test_sequence_classification(family, tmp_path):
     assert_same(again(ids, attention_mask=(ids != 0).long()).logits, scores, tolerance=0)
 
 
-def test_resized_embeddings(tmp_path):
-    model = tiny_model("llama", "odd", fresh=True)
-    model.resize_token_embeddings(120)
-    model.save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits.shape[-1] == 120
-
-
 # ---- damage
-
-
-@pytest.mark.parametrize("damage", ("truncated", "header", "lost shard"))
-def test_damaged_checkpoint(damage, tmp_path):
-    """A damaged file raises an error; it must not give a model with random weights."""
-    tiny_model("llama", "odd").save_pretrained(tmp_path, max_shard_size="20KB")
-    file = sorted(tmp_path.glob("*.safetensors"))[1]
-    content = file.read_bytes()
-    if damage == "truncated":
-        file.write_bytes(content[:-2000])
-    elif damage == "header":
-        file.write_bytes(b"\xff" * 16 + content[16:])
-    else:
-        file.unlink()
-    with pytest.raises(Exception, match=r"(?i)safetensors|header|corrupt|incomplete|no such file|not found|invalid"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_wrong_shape_in_checkpoint(tmp_path):
-    tiny_model("llama", "odd").save_pretrained(tmp_path)
-    config = tiny_config("llama", "odd", hidden_size=64, num_attention_heads=8)
-    with pytest.raises((RuntimeError, ValueError), match="size mismatch|ignore_mismatched_sizes|mismatch"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
 
 
 # ---- the Hub
@@ -205,31 +162,6 @@ def test_saved_folder(tmp_path):
         names = set(file.keys())
     for name in ("q_proj.weight", "q_conv1d.weight", "A_log", "dt_bias", "alpha_proj.bias", "o_norm.weight"):
         assert f"model.layers.1.self_attn.{name}" in names
-
-
-def test_push_to_hub(monkeypatch):
-    """push_to_hub uploads the same folder and a card; nothing goes over the network here."""
-    uploaded = {}
-
-    class Api:
-        def create_repo(self, repo_id, **kwargs):
-            return type("Repo", (), {"repo_id": repo_id})
-
-        def create_commit(self, repo_id, operations, **kwargs):
-            uploaded.update({op.path_in_repo: Path(op.path_or_fileobj).read_bytes() for op in operations})
-            return "done"
-
-    monkeypatch.setattr(hub, "hf_api", Api)
-    card = type("Card", (), {"save": lambda self, path: Path(path).write_text("card")})
-    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **kwargs: card())
-    tiny_model("llama", "odd").push_to_hub("someone/something")
-    assert sorted(uploaded) == [
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "modeling_memmix.py",
-    ]
 
 
 FRESH_PROCESS = """
@@ -292,38 +224,14 @@ def test_trusting_remote_code_after_the_import(tmp_path):
     assert files_of(tmp_path / "first") == files_of(tmp_path / "second")
 
 
-def test_generation_defaults_survive(tmp_path):
-    model = tiny_model("llama", "odd", fresh=True)
-    model.generation_config.temperature = 0.7
-    model.generation_config.do_sample = True
-    model.save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.temperature == 0.7
-
-
-def test_meta_device_round_trip(tmp_path):
-    """Built without memory, as large models are, and then loaded."""
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(tiny_config("llama", "odd"))
-    assert all(p.is_meta for p in empty.parameters())
-    model = randomize(AutoModelForCausalLM.from_config(tiny_config("llama", "odd")))
-    model.save_pretrained(tmp_path)
-    again, report = load(tmp_path)
-    assert report == NOTHING
-    assert not any(p.is_meta for p in again.parameters())
-
-
-def test_backbone_config_alone():
-    """The student's configuration can still be turned into the teacher's."""
-    expected = backbone_config("qwen3").to_dict() | {"transformers_version": 0}
-    config = tiny_config("qwen3", "odd").backbone_config()
-    assert config.to_dict() | {"transformers_version": 0} == expected
-
-
-def test_backbone_config_of_a_saved_model(tmp_path):
-    """It names no class of this package, neither in architectures nor in auto_map."""
-    build(tiny_config("qwen3", "odd")).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ("qwen3", "gemma3_text"))
+def test_backbone_config(family, tmp_path):
+    """Of a student and of its folder: that of the teacher, which names no class of this package."""
+    expected = backbone_config(family).to_dict() | {"transformers_version": 0}
+    assert tiny_config(family, "odd").backbone_config().to_dict() | {"transformers_version": 0} == expected
+    build(tiny_config(family, "odd")).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    assert config.architectures == ["MemMixQwen3ForCausalLM"]
+    assert config.architectures[0].startswith("MemMix")
     config.backbone_config().save_pretrained(tmp_path / "backbone")
     assert "MemMix" not in (tmp_path / "backbone" / "config.json").read_text()
     assert config.backbone_config().to_dict()["architectures"] is None

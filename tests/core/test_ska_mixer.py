@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import hf_memmix
-from core.checks import CHECKS
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.ska import low_rank_scores
-from hf_memmix.mixers import MIXERS, SKAOptions
+from hf_memmix.mixers import MIXERS
 from hf_memmix.token_layout import TokenLayout
 from hf_memmix_kernels import naive_ska
 from testing import assert_same, build, mixers_of, random_ids, tiny_config, tiny_model
@@ -46,14 +45,6 @@ def test_equations_of_the_paper():
     q, k, v = (f(x).unflatten(-1, (-1, d)) for f, d in ((mixer.q_proj, 6), (mixer.k_proj, 6), (mixer.v_proj, 8)))
     expected, _ = naive_ska(q, k, v, None, mixer.gamma, mixer.eta, chunk_size=4, eps=0.1)
     assert_same(mixer(x)[0], expected.flatten(2))
-
-
-@pytest.mark.product_rows(r"(?!.*refresh)")  # one of several examples stays
-@pytest.mark.parametrize("options", [{"refresh_every": 1}, {"use_cg_lift": True}, {"power": 0}], ids=str)
-def test_options_hold_in_every_check(options):
-    model = with_options(**options)
-    for check in ("memory_reaches_the_end", "splits", "padding", "packed", "greedy", "static_cache", "crop"):
-        CHECKS[check](model)
 
 
 @torch.no_grad()
@@ -114,33 +105,6 @@ def test_action_mask_of_another_shape_is_refused(mask):
 
 
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "rank=0 must be 1 to 128"),
-        ({"rank": 129}, "rank=129"),
-        ({"power": -1}, "power=-1 must be 0 to 8"),
-        ({"power": 9}, "power=9"),
-        ({"chunk_size": 0}, "chunk_size=0"),
-        ({"eps": 0.0}, "eps=0.0 must be 1e-05 to 100"),
-        ({"sigma_floor": 0.0}, "sigma_floor=0.0"),
-        ({"sigma_floor": 1.5}, "sigma_floor=1.5"),
-        ({"normalization": "layer"}, "normalization='layer'"),
-        ({"refresh_every": 8}, "refresh_every=8 must be None, 1 or chunk_size=64"),
-        ({"refresh_every": 1, "normalization": "sequence_max"}, "refresh_every=1 needs"),
-        ({"rank": 7, "use_cg_lift": True}, "rank=7 must be even"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        SKAOptions(**options)
-
-
-def test_heads_over_the_limit_are_refused():
-    with pytest.raises(ValueError, match="head size 264 of layer 0 is over the limit of ska, 256"):
-        MIXERS["ska"](tiny_config("llama", (0,), "ska", head_dim=264), 0)
 
 
 @torch.no_grad()

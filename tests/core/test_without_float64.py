@@ -4,11 +4,10 @@ import pytest
 import torch
 from ops_table import OPS, Shape
 
-import hf_memmix
 from hf_memmix.conversion import convert_model, report
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.train import align, distill
-from testing import MIXERS, MODELS, build, family_fields, random_ids, tiny_model
+from testing import MIXERS, random_ids, tiny_model
 from tiny_teachers import CONVERTIBLE, tiny_teacher
 from without_float64 import without_float64
 
@@ -67,15 +66,6 @@ def test_models(mixer):
         model.eval().generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
         model.generate(ids, prefill_chunk_size=4, max_new_tokens=3, do_sample=True, top_k=5)
     assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_from_scratch(name):
-    model = build(getattr(hf_memmix, f"{name}Config")(**family_fields(name)))
-    ids = random_ids(2, 9)
-    with without_float64():
-        model.train()(ids, labels=ids).loss.backward()
-        model.eval().generate(ids, max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize("stage", [align, distill])

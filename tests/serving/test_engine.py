@@ -42,7 +42,9 @@ def test_one_batch(case, engines):
     references = references_of(engines.folders, case, "plain")
     # models without attention have no test that needs another engine than that of prefix caching
     engine = engines.get(case, **(CACHING if case in PURE else ROOMY))
-    assert_greedy(tokens_of(ask(engine, references)), references)
+    outputs = ask(engine, references, logprobs=5)
+    assert_greedy(tokens_of(outputs), references)
+    assert_log_probabilities(outputs, references)
     assert len({token for reference in references for token in reference["tokens"]}) > 10, (
         "a model that repeats itself"
     )
@@ -63,12 +65,6 @@ def test_several_answers_and_seeds(case, engines):
     together = tokens_of(ask(engine, references, **sampled))
     assert together[-3:] == [tokens_of(ask(engine, [reference], **sampled))[0] for reference in references[-3:]]
     assert together != tokens_of(ask(engine, references, temperature=1.0, seed=6))
-
-
-@pytest.mark.parametrize("case", HYBRIDS, scope="module")
-def test_log_probabilities(case, engines):
-    engine, references = engines.get(case, **ROOMY), references_of(engines.folders, case, "plain")
-    assert_log_probabilities(ask(engine, references, logprobs=5), references)
 
 
 @pytest.mark.parametrize("case", HYBRIDS, scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from greedy import ask, assert_greedy, logits_at, references_of, refused, tokens_of
 from references import FILE, ready
-from serving_cases import ASSET, BLOCK
+from serving_cases import ASSET
 
 TEXT = "When he came to the city, he"
 # an engine with a tokenizer
@@ -102,23 +102,6 @@ def test_log_probabilities_of_prompts(case, engines):
 
 
 @pytest.mark.cases("gka")
-def test_prompts_in_pieces(engines):
-    """Pieces of 32 tokens of each long prompt, several prompts per step."""
-    engine = engines.get("gka", long_prefill_token_threshold=32)
-    references = references_of(engines.folders, "gka", "plain")
-    assert_greedy(tokens_of(ask(engine, references)), references)
-
-
-@pytest.mark.cases("gka")
-def test_more_sequences_than_fit(engines):
-    """The scheduler lets the others wait."""
-    blocks = {"num_gpu_blocks_override": 10, "block_size": BLOCK, "max_model_len": 2 * BLOCK}
-    engine = engines.get("gka", max_num_seqs=64, **blocks)
-    references = references_of(engines.folders, "gka", "edge")
-    assert_greedy(tokens_of(ask(engine, references)), references)
-
-
-@pytest.mark.cases("gka")
 def test_keys_in_fp8(engines):
     """As transformers with keys and values that are rounded to fp8, with an unknown and with a known prefix."""
     options = {"kv_cache_dtype": "fp8", "max_logprobs": -1, "logprobs_mode": "raw_logits"}
@@ -139,13 +122,10 @@ def test_keys_in_fp8(engines):
     assert max(hits) >= block and max(len(reference["prompt"]) for reference in references) > block
 
 
+@pytest.mark.gpu
 @pytest.mark.cases("gka")
 def test_sleep(engines):
-    """A GPU's memory is given back and taken again; vLLM has this on GPUs only."""
-    if not torch.cuda.is_available():
-        message = refused(engines, "gka", enable_sleep_mode=True)
-        assert "Sleep mode is not supported on current platform" in message
-        return
+    """A GPU's memory is given back and taken again."""
     engine, references = engines.get("gka", enable_sleep_mode=True), references_of(engines.folders, "gka", "plain")
     for _ in range(2):
         assert_greedy(tokens_of(ask(engine, references)), references)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from greedy import refused
 from references import ready
-from serving_cases import BLOCK, LONGEST
+from serving_cases import LONGEST
 
 from cli_runner import memmix
 from testing import MIXERS
@@ -180,24 +180,3 @@ def test_length_of_a_fixed_rotation():
     assert longest(["attention"], {"rope_type": "dynamic"}) == 100
     for kinds, rotation in ((["gka"], long), (["attention"], {"rope_type": "yarn"}), (["attention"], None)):
         assert longest(kinds, rotation) == float("inf")
-
-
-def test_too_little_memory(engines):
-    message = refused(engines, "gka", num_gpu_blocks_override=3, block_size=BLOCK)
-    assert "KV cache" in message and "max_model_len" in message
-
-
-def test_no_plan_for_tensor_parallelism():
-    import torch
-    from serving_cases import HYBRIDS
-
-    from hf_memmix.mixers import MIXERS, MemoryMixer
-    from hf_memmix.serving.vllm.parameters import local_sizes
-
-    class NoPlan(MIXERS["gka"]):
-        tp_plan = MemoryMixer.tp_plan
-
-    with torch.device("meta"):
-        mixer = NoPlan(HYBRIDS["gka"].config(), 1)
-    with pytest.raises(ValueError, match="gka of layer 1 has no tensor-parallel plan"):
-        local_sizes(mixer, 2)

@@ -158,12 +158,12 @@ NO_NATIVE_PACKING = {"gpt_oss"}
 
 
 def in_turn(**tables):
-    """Parametrize a test over tables: all combinations of the values but those of the last table, which come in turn.
+    """Parametrize a test over tables: all combinations of the values of all tables but the last, whose values come in
+    turn.
 
-    Every value of the last table then meets every value of any other table that is not the only one, and every pair
-    of such values if there are three others; a table in front of a shorter last one has one row per value. With four
-    tables, `make test` runs one row per pair of the first two, in which every two values of different tables meet
-    (`test_families.py` tests this), and `make test-all` the others.
+    With two tables this is one row per value of the first. With three, every two values of different tables meet, if
+    the last table is the shortest. With four, `make test` runs one row per pair of values of the first two tables, in
+    which every two values meet, and `make test-all` the other rows (`test_families.py` tests what meets).
     """
     *others, last = ([*table] for table in tables.values())
     rows = []

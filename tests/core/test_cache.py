@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache

@@ -14,11 +14,10 @@ from hf_memmix.training.experiments.baselines import language as baselines_langu
 from hf_memmix.training.experiments.coffee import language as coffee_language
 from hf_memmix.training.experiments.common import harness, language
 from hf_memmix.training.experiments.common.harness import load_results, matches
-from hf_memmix.training.experiments.conversion import starts
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import transfer
 from hf_memmix.training.experiments.gka import recall, variants
-from hf_memmix.training.experiments.gka_vision import digits
+from hf_memmix.training.experiments.gka_vision import digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.recall_teacher import grid
@@ -35,9 +34,9 @@ HARNESSED = {
     "recall": (recall, None),
     "gka_variants": (variants, "gka_variants_text"),
     "gka_vision_digits": (digits, "digits"),
+    "gka_vision_throughput": (throughput, "throughput"),
     "echo_transfer": (transfer, None),
     "echo_ablation": (echo_ablation, None),
-    "init_table": (starts, None),
     "recall_grid": (grid, "grid"),
 }
 MODULES = {

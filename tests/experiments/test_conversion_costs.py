@@ -7,7 +7,6 @@ import pytest
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.experiments.common.llamas import DISTILLED, TIMED
 from hf_memmix.training.experiments.results import read
-from hf_memmix.training.experiments.tables import costs as tables
 from hf_memmix.training.experiments.tables.costs import Costs
 
 
@@ -35,10 +34,3 @@ def test_the_timed_shape_is_that_of_the_benchmark(monkeypatch):
     sizes = shape.keys() - {"max_position_embeddings"}
     assert {name: TIMED.fields[name] for name in sizes} == {name: shape[name] for name in sizes}
     assert {name: TIMED.fields[name] for name in sizes - {"vocab_size"}}.items() <= DISTILLED.fields.items()
-
-
-def test_without_the_teachers_forward_there_is_no_rule(monkeypatch):
-    rows = [row for row in read("model_h200") if row["phase"] != "prefill"]
-    monkeypatch.setattr(tables, "read", lambda name: rows)
-    with pytest.raises(ValueError, match="no prefill of attention"):
-        Costs()

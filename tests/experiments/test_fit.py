@@ -20,7 +20,6 @@ from hf_memmix.training.experiments.common.fit import (
     parameter_count,
 )
 from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
-from hf_memmix.training.experiments.gka import recall
 from hf_memmix.training.experiments.lattice import language as lattice_language
 
 SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "batch_tokens": 64, "tokens": 128, "deadline": math.inf}
@@ -118,12 +117,6 @@ def test_language_row(tmp_path, text):
     assert len(result["gamma"]) == 2 and all(0 < low <= mid <= high < 1 for low, mid, high in result["gamma"])
     with pytest.raises(harness.OutOfTime):
         lattice_language.run(row, argparse.Namespace(**{**vars(args), "deadline": time.time() - 1}))
-
-
-def test_recall_row(tmp_path):
-    args = arguments(tmp_path, tokens=16 * 32 * 2, batch_tokens=16 * 32)
-    result = recall.run({"model": "delta", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 0}, args)
-    assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32 and 0 < result["dev_loss"] < 10
 
 
 def test_a_warm_up_is_as_long_as_asked(tmp_path):

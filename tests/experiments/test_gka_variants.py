@@ -53,20 +53,6 @@ def test_variants_have_equal_parameters(name):
     assert abs(parameters(name) / parameters("s = D") - 1) < 0.005
 
 
-@pytest.mark.parametrize(
-    ("name", "recall", "text"), [("s = D", 8192, 32768), ("s = D/2", 3072, 12288), ("s = D/4", 1280, 5120)]
-)
-def test_state_of_a_sketch(name, recall, text, args):
-    """Numbers of H and U per layer, at the sizes of the experiment: 2 heads of 32, 4 heads of 64."""
-    for task, floats in ((Task(64, 2, 2, 0), recall // 2), (Task(256, 4, 4, 0), text)):
-        assert fit.memory_of(*_model(task, name, args))[0] == floats
-
-
-def _model(task, name, args):
-    own, options = sizes_of(task, VARIANTS[name], args)
-    return own, "gka", options
-
-
 def test_a_slow_decay_is_that_of_the_model_that_is_trained(args, monkeypatch):
     seen = []
     monkeypatch.setattr(variants, "train_recall", lambda *given: seen.append(given[-1]) or {})
@@ -78,16 +64,6 @@ def test_a_slow_decay_is_that_of_the_model_that_is_trained(args, monkeypatch):
         rates = torch.nn.functional.softplus(mixer.dt_bias) * mixer.A_log.exp()
         torch.testing.assert_close(math.log(2) / rates, torch.tensor([64.0, 4096.0]), rtol=1e-3, atol=0)
         assert not mixer.a_proj.weight.any()
-
-
-def test_q_and_k_start_equal(args):
-    variant = VARIANTS["q starts as k"]
-    own, options = sizes_of(TASKS["recall"], variant, args)
-    model = build(own, variant.layers(1), options, vocab=64, context=32, seed=0)
-    (mixer,) = memory_mixers(model).values()
-    assert not torch.equal(mixer.q_proj.weight, mixer.k_proj.weight)
-    variant.prepare(model)
-    assert torch.equal(mixer.q_proj.weight, mixer.k_proj.weight)
 
 
 def test_every_variant_is_another_model(args):

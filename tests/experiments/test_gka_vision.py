@@ -2,15 +2,12 @@
 
 import argparse
 import gzip
-import json
 import math
 import zipfile
 
 import numpy
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from hf_memmix.training.experiments.common import mnist
 from hf_memmix.training.experiments.gka_vision import (
@@ -91,26 +88,10 @@ def test_a_row_runs(name, images):
     assert [row["seed"] for row in seeds] == [0, 0, 1, 2] and {row["lr"] for row in seeds} == {1e-3}
 
 
-def test_throughput_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "REPEATS", 1)
-    app = typer.Typer()
-    app.command()(throughput.main)
-    size = ["--size", "small", "--models", "gka", "--resolutions", "96", "--batch", "1", "--calls", "1"]
-    result = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), *size])
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert (row["model"], row["resolution"], row["batch"]) == ("gka", 96, 5)
-    assert row["inference_images_per_second"] > 0 and row["training_images_per_second"] > 0
-    monkeypatch.setattr(
-        throughput, "measure", lambda name, sizes, resolution, *_: {"model": name, "resolution": resolution}
-    )
-    CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), *size, "--models", "vit"])
-    kept, new = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert kept == row and new == {"model": "vit", "resolution": 96}
-    other = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), *size, "--calls", "2"])
-    assert isinstance(other.exception, ValueError) and "choose another --out" in str(other.exception)
-    refused = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), "--models", "cnn"])
-    assert refused.exit_code == 2 and "'cnn' is unknown" in refused.output
+def test_throughput():
+    args = argparse.Namespace(size="small", batch_at_224=1, calls=1, repeats=1)
+    row = throughput.run({"model": "gka", "resolution": 96}, args)
+    assert row["batch"] == 5 and row["inference_images_per_second"] > 0 and row["training_images_per_second"] > 0
 
 
 def test_idx_files_are_read(tmp_path):

@@ -81,15 +81,6 @@ def test_unusable_text_is_refused(tmp_path, content, message):
         pretrain_teacher.read_documents(path)
 
 
-def test_dropout_acts_in_training_only(text):
-    tokenizer = pretrain_teacher.train_tokenizer(text, TINY.vocab_size, TINY.context)
-    model = pretrain_teacher.build_model(TINY, tokenizer)
-    pretrain_teacher.add_dropout(model, 0.5)
-    ids = torch.arange(16)[None]
-    assert not torch.equal(model.train()(ids).logits, model(ids).logits)
-    assert torch.equal(model.eval()(ids).logits, model(ids).logits)
-
-
 def test_drills_stand_beside_the_text_and_recall_is_recorded(drilled):
     record = json.loads((drilled / "m.json").read_text())
     first, second = record["epochs"]
@@ -128,16 +119,6 @@ def test_a_row_depends_on_its_index_and_epoch_only_and_has_no_unseen_word_as_key
     assert few[0].shape == (3, 200) and few[1].shape == few[2].shape == (2, 200)
     shut = first_tokens(unseen_of(Material(tokenizer, heldout)))
     assert not shut & first_tokens(material) and not shut & set(material.tokens)
-
-
-def test_drills_without_room_or_words_are_refused(drilled, text):
-    tokenizer = AutoTokenizer.from_pretrained(drilled / "model")
-    windows = pretrain_teacher.ShiftedWindows(torch.arange(200), 64)
-    with pytest.raises(ValueError, match="rows of at least 96 tokens"):
-        DrilledWindows(windows, None, seed=0)
-    with pytest.raises(ValueError, match="give a longer text"):
-        ids = pretrain_teacher.encode(tokenizer, text)
-        material_of(tokenizer, ids, (drilled / "heldout.txt").read_text())
 
 
 def test_muon_trains_the_matrices_of_the_layers_and_decays_as_adamw(text):

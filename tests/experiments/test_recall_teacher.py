@@ -11,6 +11,8 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
 from hf_memmix.training import drills
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
@@ -18,7 +20,7 @@ from hf_memmix.training.experiments.bundled import drill_batches
 from hf_memmix.training.experiments.bundled.language_model import without_masks
 from hf_memmix.training.experiments.bundled.muon import Muon, orthogonal
 from hf_memmix.training.experiments.common.fit import fit
-from hf_memmix.training.experiments.recall_teacher import grid, probing, teacher, texts
+from hf_memmix.training.experiments.recall_teacher import grid, probing, raised, students, teacher, texts
 
 
 @pytest.fixture(scope="module")
@@ -280,3 +282,13 @@ def test_kept_layers_are_spread_or_have_the_highest_scores():
     assert grid.kept_layers(6, "uniform", {}, 12) == [1, 3, 5, 7, 9, 11]
     ranking = {"layers": [{"layer": i, "rank": 12 - i} for i in range(12)]}
     assert grid.kept_layers(3, "select", ranking, 12) == [9, 10, 11]
+
+
+def test_slots_forget_half_of_their_content_in_the_half_lives_of_lattice(tiny):
+    mixer = attention_module(convert_model(tiny, "lattice"), 0)
+    students.START_DECAY["lattice"](mixer, (16.0, 4096.0))
+    steps = mixer.gamma_proj.bias.detach().sigmoid()
+    angles = (steps * VALUE_SIZE).square() / mixer.slots  # mean squares per token
+    halves = 2 * math.log(2) / angles
+    torch.testing.assert_close(halves[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
+    assert raised.GATES.search("gamma_proj.bias") and not raised.GATES.search("g_proj.bias")

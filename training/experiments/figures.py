@@ -11,7 +11,6 @@ recall.json. A number's name is a key of `NUMBERS`.
 
 import json
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,28 +22,23 @@ from hf_memmix.training.experiments.tables import ALL
 PRODUCT = runpy.run_path(str(CHECKOUT / "model_cards" / "figures.py"))
 TEACHER = "model_cards/tiny_teacher/metrics.json"
 RECALL_TEACHER = "training/experiments/recall_teacher/results/teacher_kept.json"
-# by name: a JSON file of the checkout, a function of its content, and the format of the number
-NUMBERS: dict[str, tuple[str, Callable, str]] = {
-    "teacher millions": (TEACHER, lambda found: found["parameters"] / 1e6, ".0f"),
-    "recall teacher millions": (RECALL_TEACHER, lambda found: found["parameters"] / 1e6, ".0f"),
-    "teacher parameters": (TEACHER, lambda found: found["parameters"], ",d"),
-    "teacher megabytes": (
-        TEACHER,
-        lambda found: found["assets"]["tiny_teacher/model.safetensors"]["bytes"] / 1e6,
-        ".1f",
-    ),
-    "teacher bytes per token": (TEACHER, lambda found: found["bytes_per_token"], ".3f"),
-    "teacher train tokens": (TEACHER, lambda found: found["tokens"]["train"], ",d"),
-    "teacher heldout tokens": (TEACHER, lambda found: found["tokens"]["heldout"], ",d"),
-    "teacher heldout bytes": (TEACHER, lambda found: found["heldout"]["text"]["bytes"], ",d"),
-    "teacher heldout loss": (TEACHER, lambda found: found["heldout"]["loss"], ".4f"),
-    "teacher heldout perplexity": (TEACHER, lambda found: found["heldout"]["perplexity"], ".3f"),
-    "teacher heldout bits": (TEACHER, lambda found: found["heldout"]["bits_per_byte"], ".4f"),
-    **{
-        f"teacher passes {i}": (TEACHER, lambda found, i=i: found["selection"]["stages"][i]["passes"], "d")
-        for i in range(3)
-    },
-    "teacher kept pass": (TEACHER, lambda found: found["selection"]["stages"][0]["kept_pass"], "d"),
+# by name: a JSON file of the checkout, the keys of a value in it, what it is divided by, and the format of the number
+NUMBERS: dict[str, tuple[str, str, float, str]] = {
+    "teacher millions": (TEACHER, "parameters", 1e6, ".0f"),
+    "recall teacher millions": (RECALL_TEACHER, "parameters", 1e6, ".0f"),
+    "teacher parameters": (TEACHER, "parameters", 1, ",d"),
+    "teacher megabytes": (TEACHER, "assets tiny_teacher/model.safetensors bytes", 1e6, ".1f"),
+    "teacher bytes per token": (TEACHER, "bytes_per_token", 1, ".3f"),
+    "teacher train tokens": (TEACHER, "tokens train", 1, ",d"),
+    "teacher heldout tokens": (TEACHER, "tokens heldout", 1, ",d"),
+    "teacher heldout bytes": (TEACHER, "heldout text bytes", 1, ",d"),
+    "teacher heldout loss": (TEACHER, "heldout loss", 1, ".4f"),
+    "teacher heldout perplexity": (TEACHER, "heldout perplexity", 1, ".3f"),
+    "teacher heldout bits": (TEACHER, "heldout bits_per_byte", 1, ".4f"),
+    "teacher passes 0": (TEACHER, "selection stages 0 passes", 1, "d"),
+    "teacher passes 1": (TEACHER, "selection stages 1 passes", 1, "d"),
+    "teacher passes 2": (TEACHER, "selection stages 2 passes", 1, "d"),
+    "teacher kept pass": (TEACHER, "selection stages 0 kept_pass", 1, "d"),
 }
 
 
@@ -81,10 +75,13 @@ def blocks(markdown: str) -> list[str | dict]:
 
 def number(name: str) -> dict:
     """The text of a number, its file, and the commit of the measurement if the file has one."""
-    file, value, form = NUMBERS[name]
-    results = json.loads((CHECKOUT / file).read_text(encoding="utf-8"))
+    file, keys, unit, form = NUMBERS[name]
+    value = results = json.loads((CHECKOUT / file).read_text(encoding="utf-8"))
+    for key in keys.split():
+        value = value[int(key) if isinstance(value, list) else key]
+    value = value if unit == 1 else value / unit
     commit = results.get("commit") if isinstance(results, dict) else None
-    return {"text": format(value(results), form), "source": file, "commit": commit}
+    return {"text": format(value, form), "source": file, "commit": commit}
 
 
 def figures() -> dict:

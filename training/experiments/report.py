@@ -14,7 +14,6 @@ import typer
 
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.report import language_section
-from hf_memmix.training.experiments.conversion import starts_report
 from hf_memmix.training.experiments.echo import report as echo
 from hf_memmix.training.experiments.gka import report as gka
 from hf_memmix.training.experiments.gka import variants_report as gka_variants
@@ -41,7 +40,6 @@ TABLES = {
     "coffee_tables": coffee.report,
     "echo_transfer": of_one(echo.report),
     "echo_ablation": of_one(echo.report),
-    "init_table": of_one(starts_report.section),
     "recall_teacher": of_one(recall_teacher.teacher_section),
     "recall_grid": of_one(recall_teacher.section),
 }

@@ -1,7 +1,6 @@
 """Measures models with mixers whose weights are rounded to 4 or 8 bit, on a GPU.
 
     python quantized.py  # one GPU, bitsandbytes and torchao, 6 GB of disk
-    python quantized.py --tiny --out x.json  # to try it, also on a CPU
 
 `shape`: a Llama of 1.2B parameters with random weights and `gka` in every layer. `student`: the bundled student, with
 its perplexity on the bundled held-out text. Each is loaded by `from_pretrained` with every quantiser.
@@ -12,9 +11,7 @@ model to its own weights in fp32. If the error of a method is more than twice as
 `rounding` is the RMS difference to the logits of bf16, divided in the same way.
 
 `decode_tokens_s` is one sequence on the GPU's clock, with the step in a CUDA graph; `generate_tokens_s` is what
-`generate()` reaches without options. `weights` is the memory after loading, `peak` that of the decode. `optimizers`:
-losses of `distill` of a student that was converted from the bundled teacher, with optimizers of small states and with
-quantised frozen weights.
+`generate()` reaches without options. `weights` is the memory after loading, `peak` that of the decode.
 """
 
 import argparse
@@ -32,27 +29,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 import hf_memmix
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.data import TokenBlocks, tokenize_files
+from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.experiments.bundled.versions import bundled_teacher, check_teacher
 
 RESULTS = Path(__file__).parent / "results" / "quantized_h200.json"
 ROWS, LENGTH = 2, 256  # of the tokens whose logits are compared
 NEW_TOKENS, REPLAYS = 64, 200
 MOST = 2.0  # times the error of bf16, as for kernels
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "tie_word_embeddings": True}
-# optimizers and frozen weights of `distill`, as fields of a recipe
-LORA = {"teacher": "lora", "lora_mixers": True}
-RECIPES = {
-    "adamw_torch_fused": {"trainer": {"optim": "adamw_torch_fused"}},
-    "adamw_torch_8bit": {"trainer": {"optim": "adamw_torch_8bit"}},
-    "adamw_bnb_8bit": {"trainer": {"optim": "adamw_bnb_8bit"}},
-    "paged_adamw_8bit": {"trainer": {"optim": "paged_adamw_8bit"}},
-    "LoRA": LORA,
-    "LoRA, 8bit": LORA | {"quantize": "8bit"},
-    "LoRA, 4bit": LORA | {"quantize": "4bit"},
-}
-STEPS = 30
 
 
 def quantization(method: str):
@@ -202,43 +185,13 @@ def perplexity(model: nn.Module, blocks: Tensor) -> float:
     return round(math.exp(sum(losses) / len(losses)), 4)
 
 
-def train_losses(folder: Path, device: torch.device, save) -> None:
-    """Losses of `distill` of a student that was converted from the bundled teacher, with every recipe of `RECIPES`."""
-    from hf_memmix.conversion import convert_model, load_model
-    from hf_memmix.training.train import distill
-
-    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_gka"))
-    data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, 128)
-    for name, fields in RECIPES.items():
-        row = {"recipe": name, "steps": STEPS, "student": "a fresh conversion of the bundled transformer"}
-        try:
-            teacher = load_model(asset_path("tiny_teacher"), torch.bfloat16 if device.type == "cuda" else None)
-            student = convert_model(teacher, "gka")
-            options = {"steps": STEPS, "batch_size": 8, "block_size": 128, "warmup_steps": 2, "save_every": 0}
-            options |= {"learning_rate": 1e-3, **fields}
-            options["trainer"] = {"disable_tqdm": True} | fields.get("trainer", {})
-            if device.type == "cuda":
-                _release()
-                torch.cuda.reset_peak_memory_stats()
-            result = distill(student, teacher, data, folder / name.replace(" ", "-"), **options)
-            row |= {"first_loss": result["first_loss"], "last_loss": result["last_loss"]}
-            row["merged_finite"] = all(bool(p.isfinite().all()) for p in student.parameters())
-            if device.type == "cuda":
-                row["peak"] = torch.cuda.max_memory_allocated()
-        except Exception as error:  # noqa: BLE001, the other recipes are measured
-            row["error_text"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        save(row)
-        print(json.dumps(row), flush=True)
-
-
-def make_shape(folder: Path, tiny: bool, device: torch.device) -> Path:
+def make_shape(folder: Path, device: torch.device) -> Path:
     """Write a student with random weights in bf16."""
     from transformers import LlamaConfig
 
     from hf_memmix.training.experiments.common.llamas import DISTILLED
 
-    fields = TINY if tiny else DISTILLED.fields
-    config = LlamaConfig(**fields)
+    config = LlamaConfig(**DISTILLED.fields)
     config = hf_memmix.memmix_config(config, mixer_types=["gka"] * config.num_hidden_layers)
     torch.manual_seed(0)
     with device:
@@ -262,8 +215,7 @@ def _now(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--part", choices=("shape", "student", "optimizers"), action="append", help="default: all")
-    parser.add_argument("--tiny", action="store_true", help="a small shape, to try the script")
+    parser.add_argument("--part", choices=("shape", "student"), action="append", help="default: all")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -273,22 +225,20 @@ def main() -> None:
     record["teacher"] = bundled_teacher()
 
     with tempfile.TemporaryDirectory(prefix="memmix-quantized-") as name:
-        for part in args.part or ("student", "shape", "optimizers"):
+        for part in args.part or ("student", "shape"):
             rows = record[part] = []
 
             def save(row, rows=rows):
                 rows.append(row)
                 write_json(args.out, record)
 
-            if part == "optimizers":
-                train_losses(Path(name), device, save)
-            elif part == "shape":
-                measure(make_shape(Path(name) / "shape", args.tiny, device), None, device, save)
+            if part == "shape":
+                measure(make_shape(Path(name) / "shape", device), None, device, save)
             else:
                 tokens = tokenize_files(
                     [asset_path("heldout.txt")], AutoTokenizer.from_pretrained(asset_path("tiny_gka"))
                 )
-                blocks = tokens[: len(tokens) // 256 * 256].view(-1, 256)[: 8 if args.tiny else 64]
+                blocks = tokens[: len(tokens) // 256 * 256].view(-1, 256)[:64]
                 measure(asset_path("tiny_gka"), blocks, device, save)
 
 

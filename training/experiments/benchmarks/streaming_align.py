@@ -9,14 +9,10 @@ layers, without the first one, whose time contains the compilation of kernels:
 
     hours = layers * (load + tokens * (advance + train) / measured tokens) / 3600
 
-The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 (in fp32
-on a CPU) with and without --stream and compares the losses, without and with clipping of gradients to the norm
-`--clip`. A third part (`--part processes`) runs the command on the bundled teacher with one process and with
-two, and compares losses and weights: with `accelerate launch` on two GPUs, on a CPU with `torchrun`. A fourth part
-(`--part shape_processes`) does the same with the widths of the shape and `--layers` layers, and measures speed and
-memory of each GPU. The figures go to results/streaming_align.json.
-
-The losses of two runs are the same if no step differs by more than `TOLERANCE`, relative to the first one.
+The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part (`--part shape_processes`) runs the command
+on the widths of the shape with one process and with two: with `accelerate launch` on two GPUs, on a CPU with
+`torchrun`. It compares losses and weights, and measures speed and memory of each GPU. The figures go to
+results/streaming_align.json.
 """
 
 import argparse
@@ -32,10 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "streaming_align.json"
 SHAPE, WHOLE_TOKENS = "llama-8b", 2_000_000
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"vocab_size": 512}
-# largest relative difference between the losses of a step. In bf16 the order of a sum changes the third digit of a
-# product; clipping takes the norm of one layer and not of all
-TOLERANCE = {"unclipped": {"float32": 1e-6, "bfloat16": 1e-3}, "clipped": {"float32": 1e-2, "bfloat16": 1e-2}}
-TOLERANCE["processes"] = 1e-6  # the same layers and rows, in another process
+TOLERANCE = 1e-6  # largest relative difference of a step's loss: the same layers and rows, in another process
 
 
 def measure(args) -> dict:
@@ -116,93 +109,16 @@ def measure(args) -> dict:
     }
 
 
-def compare(args) -> dict:
-    """Losses of the bundled teacher with and without streaming; in bf16 on a GPU, in fp32 on a CPU."""
-    import torch
-
-    from hf_memmix.assets import asset_path
-    from hf_memmix.conversion import convert_model, load_model, save_student
-    from hf_memmix.conversion.loading import load_tokenizer
-    from hf_memmix.conversion.records import environment
-    from hf_memmix.training.data import TokenBlocks
-    from hf_memmix.training.experiments.bundled.versions import bundled_teacher
-    from hf_memmix.training.streaming import align_by_streaming
-    from hf_memmix.training.train import align
-
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    folder, student = args.work / "bundled-teacher", args.work / "bundled-student"
-    teacher = load_model(asset_path("tiny_teacher"), dtype)
-    teacher.save_pretrained(folder)
-    teacher = load_model(folder)
-    save_student(convert_model(teacher, args.mixer), student, overwrite=True)
-    tokenizer = load_tokenizer(asset_path("tiny_teacher"))
-    steps, length = (4, 32) if args.tiny else (20, 128)
-    data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, length)
-    options = {"steps": steps, "batch_size": 8, "block_size": length, "warmup_steps": 2, "save_every": 0}
-    losses = {}
-    for clip in (0.0, args.clip):
-        trainer = {"logging_steps": 1, "disable_tqdm": True, "max_grad_norm": clip}
-        model = load_model(student)
-        memory = align(model, teacher, data, args.work / f"bundled-run-{clip}", trainer=trainer, **options)
-        streamed = align_by_streaming(
-            student, folder, data, args.work / "bundled-out", trainer=trainer, overwrite=True, **options
-        )
-        both = [[row["loss"] for row in run["log"]] for run in (memory, streamed)]
-        worst, name = _largest_difference(*both), "clipped" if clip else "unclipped"
-        tolerance = TOLERANCE[name][str(dtype).removeprefix("torch.")]
-        losses[name] = {
-            "memory": both[0],
-            "streamed": both[1],
-            "largest_difference": worst,
-            "tolerance": tolerance,
-            "same": worst <= tolerance,
-        }
-    for folder in args.work.glob("bundled-*"):
-        shutil.rmtree(folder)
-    if losses["clipped"]["memory"] == losses["unclipped"]["memory"]:
-        raise SystemExit(f"no gradient was clipped by the norm {args.clip}; give a smaller one with --clip")
-    record = {
-        "mixer": args.mixer,
-        "clip": args.clip,
-        "dtype": str(dtype).removeprefix("torch."),
-        "teacher": bundled_teacher(),
-        "environment": environment(),
-    }
-    return record | {"options": options} | losses
-
-
-def _largest_difference(first: list[float], second: list[float]) -> float:
-    """Of two lists of losses, relative to the first one."""
-    return max(abs(a - b) / a for a, b in zip(first, second, strict=True))
-
-
-# a script that runs memmix with a part of the memory of its GPU (0: all of it), and prints every so many seconds where
-# each thread of it stands
-WATCHED = """import faulthandler, os, runpy, sys
-import torch
-faulthandler.dump_traceback_later(float(sys.argv.pop(1)), repeat=True)
-if limit := float(sys.argv.pop(1)):
-    gpu = int(os.environ.get("LOCAL_RANK", "0"))
-    total = torch.cuda.get_device_properties(gpu).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), gpu)
-runpy.run_module("hf_memmix_cli", run_name="__main__", alter_sys=True)
-"""
-
-
-def launched(count: int, options: list, args) -> dict:
+def launched(count: int, options: list) -> dict:
     """The result of `memmix align --stream` with `count` processes, on GPUs if there are any.
 
-    What it writes to stderr goes to the file `OUT.COUNT.log` beside `--out`.
-
     Raises:
-        SystemExit: it failed, it took longer than `--patience`, or the processes did not share the layers.
+        SystemExit: it failed, or the processes did not share the layers.
     """
     import torch
 
     from hf_memmix.conversion.records import CHECKOUT
 
-    script, log = args.work / "watched.py", args.out.with_suffix(f".{count}.log")
-    script.write_text(WATCHED)
     on_gpu = torch.cuda.is_available()
     command, environment = [sys.executable], {**os.environ}
     if count > 1 and on_gpu:
@@ -212,39 +128,19 @@ def launched(count: int, options: list, args) -> dict:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     if not on_gpu:
         environment["ACCELERATE_USE_CPU"] = "true"
-    limit = args.limit if on_gpu else 0
-    command += [script, args.patience / 3, limit, "align", "--stream", "--json", *options]
+    command += ["-m", "hf_memmix_cli", "align", "--stream", "--json", *options]
     start = time.perf_counter()
-    with log.open("w") as errors:
-        run = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            told, _ = run.communicate(timeout=args.patience)
-        except subprocess.TimeoutExpired:
-            run.terminate()  # a launcher ends its processes
-            try:
-                run.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                run.kill()
-            raise SystemExit(f"{count} processes were not ready after {args.patience:.0f} s; see {log}") from None
+    run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise SystemExit(f"{count} processes failed: {log.read_text()[-2000:]}")
-    result = json.loads(told.strip().splitlines()[-1])
-    for name in ("process", "device") if on_gpu else ("process",):
-        if len({row[name] for row in result["layers"].values()}) != count:
-            raise SystemExit(f"{count} processes were started, but the layers were trained so: {result['layers']}")
+        raise SystemExit(f"{count} processes failed: {run.stderr[-2000:]}")
+    result = json.loads(run.stdout.strip().splitlines()[-1])
+    if len({row["process"] for row in result["layers"].values()}) != count:
+        raise SystemExit(f"{count} processes were started, but the layers were trained so: {result['layers']}")
     return result | {"wall_seconds": round(time.perf_counter() - start, 2)}
 
 
-def compare_processes(args) -> dict:
-    """Losses and weights of the bundled pair from one process and from two, which train different layers."""
-    from hf_memmix.assets import asset_path
-
-    options = ["--batch-size", 8, "--block-size", 128, "--steps", 4 if args.tiny else 20]
-    return _one_and_two(asset_path("tiny_teacher"), options, args)
-
-
 def compare_shape_processes(args) -> dict:
-    """As `compare_processes`, with the widths of the shape, and with speed and memory of each process.
+    """Losses and weights from one process and from two, which train different layers; speed and memory of each.
 
     The teacher has the vocabulary of the bundled tokenizer, because its texts are read.
     """
@@ -311,7 +207,7 @@ def _one_and_two(teacher: Path, options: list, args) -> dict:
     options += ["--text", asset_path("train.txt"), "--text", asset_path("dev.txt")]
     runs, outs = {}, {count: args.work / f"bundled-{count}" for count in (1, 2)}
     for count, out in outs.items():
-        result = launched(count, [*options, "--out", out], args)
+        result = launched(count, [*options, "--out", out])
         runs[count] = {"losses": [row["loss"] for row in result["log"]], "gpu_memory": _memory_by_device(result)}
         runs[count] |= {name: result[name] for name in ("seconds", "wall_seconds", "layers", "cost")}
         print(f"{count} processes: {runs[count]['wall_seconds']} s", flush=True)
@@ -326,16 +222,15 @@ def _one_and_two(teacher: Path, options: list, args) -> dict:
                 difference = max(difference, (values[0].float() - values[1].float()).abs().max().item())
     for folder in args.work.glob("bundled-*"):
         shutil.rmtree(folder)
-    worst = _largest_difference(runs[1]["losses"], runs[2]["losses"])
-    on_gpu = torch.cuda.is_available()
+    losses = zip(runs[1]["losses"], runs[2]["losses"], strict=True)
+    worst = max(abs(one - two) / one for one, two in losses)
     return {
         "mixer": args.mixer,
         "gpus": min(2, torch.cuda.device_count()),
-        "limit": args.limit * 2**30 if on_gpu else None,
         "largest_weight_difference": difference,
         "largest_loss_difference": worst,
-        "tolerance": TOLERANCE["processes"],
-        "same": worst <= TOLERANCE["processes"],
+        "tolerance": TOLERANCE,
+        "same": worst <= TOLERANCE,
         "runs": {str(count): run for count, run in runs.items()},
         "environment": environment(),
     }
@@ -354,16 +249,12 @@ def _memory_by_device(result: dict) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for the models and the spool")
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: run and same_losses; others stay")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: run; the other stays")
     parser.add_argument("--mixer", default="gka")
     parser.add_argument(
         "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"
     )
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--clip", type=float, default=0.01, help="largest norm of gradients of the run with clipping")
-    parser.add_argument(
-        "--patience", type=float, default=1800.0, help="seconds for each run of several processes, then it is ended"
-    )
     parser.add_argument("--limit", type=float, default=24.0, help="GiB of GPU memory")
     parser.add_argument("--tiny", action="store_true", help="a small width, to try the script")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -372,20 +263,13 @@ def main() -> None:
 
     args.work.mkdir(parents=True, exist_ok=True)
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for name in args.part or ("run", "same_losses"):
-        found = PARTS[name](args)
-        # losses are compared in several dtypes, on several machines
-        record[name] = record.get(name, {}) | {found["dtype"]: found} if name == "same_losses" else found
+    for name in args.part or ("run",):
+        record[name] = PARTS[name](args)
         write_json(args.out, record)
-        print(json.dumps(found))
+        print(json.dumps(record[name]))
 
 
-PARTS = {
-    "run": measure,
-    "same_losses": compare,
-    "processes": compare_processes,
-    "shape_processes": compare_shape_processes,
-}
+PARTS = {"run": measure, "shape_processes": compare_shape_processes}
 
 
 if __name__ == "__main__":

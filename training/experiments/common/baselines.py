@@ -31,7 +31,7 @@ from hf_memmix_kernels import chunk_gla
 from hf_memmix_kernels.rowwise import unit_heads
 
 EPS = 1e-6
-GLA_GATE_BIAS = 1.2785  # silu(1.2785) = 1; conversion/starts.py measured that this gate is the best start
+GLA_GATE_BIAS = 1.2785  # silu(1.2785) = 1; measured: `init_table.json` of conversion/
 
 
 @mixer_options

@@ -46,9 +46,19 @@ GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
 _RESUME_MAY_CHANGE = ("out", "workers", "seconds", "deadline", "text", "images", "teacher", "data", "eager")
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
-_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list")
+_RESUME_MAY_EXTEND = (
+    "models",
+    "variants",
+    "contexts",
+    "resolutions",
+    "cells",
+    "tasks",
+    "seeds",
+    "layouts",
+    "seed_list",
+)
 # experiments that convert or measure the bundled transformer
-OF_THE_BUNDLED_TEACHER = ("conversion_table", "init_table", "compare_plans", "context_use", "mixtures")
+OF_THE_BUNDLED_TEACHER = ("context_use", "mixtures")
 
 
 class OutOfTime(Exception):

@@ -93,20 +93,14 @@ HYBRIDS = {
 PLAIN = {"use_decay": False, "use_alpha": False}
 IN_GRID = {
     "as in Figure 3a": Variant(PLAIN),
-    "as in Figure 3a, rate x 0.5": Variant(PLAIN, rate=0.5),
     "rate x 0.5": Variant(rate=0.5),
     "rate x 0.75": Variant(rate=0.75),
     "rate x 1.5": Variant(rate=1.5),
     "rate x 2": Variant(rate=2.0),
     "slow decay": Variant(half_lives=(64, 4096)),
-    "slow decay, rate x 0.5": Variant(half_lives=(64, 4096), rate=0.5),
     "v not convolved": Variant({"use_v_conv": False}),
     "half the heads": Variant(heads=0.5),
-    "no beta": Variant({"use_beta": False}),
     "q starts as k": Variant(equal_start=True),
-    "q starts as k, rate x 0.5": Variant(equal_start=True, rate=0.5),
-    "q starts as k, slow decay": Variant(equal_start=True, half_lives=(64, 4096)),
-    "q starts as k, as in Figure 3a": Variant(PLAIN, equal_start=True),
     "DEC, own projection of q, rate x 0.5": Variant({"variant": "dec", "share_qk": False}, mixer="lattice", rate=0.5),
     "delta, own projection of q, rate x 0.5": Variant(
         {"variant": "delta", "share_qk": False}, mixer="lattice", rate=0.5

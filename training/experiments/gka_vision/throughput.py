@@ -10,11 +10,9 @@ mask, which no fused kernel takes. With such a kernel the capture fails, and the
 """
 
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -22,38 +20,35 @@ import typer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_memmix.command_options import command
-from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.swap import fp32_parameter_names
 from hf_memmix.training.experiments.common.graphs import GraphedFunction
-from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.common.options import check_names
+from hf_memmix.training.experiments.common.harness import Experiment, device
+from hf_memmix.training.experiments.common.options import Models, Options, check_names
 from hf_memmix.training.experiments.gka_vision.models import MODELS, SMALL, TINY_PRESET, build
 
 SIZES = {"tiny": TINY_PRESET, "small": SMALL}
-REPEATS = 5
 # None: PyTorch chooses
 SDPA = {"default": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def seconds_per_call(call: Callable[[], object], calls: int) -> float:
-    """The median of `REPEATS` times of `calls` calls, divided by `calls`."""
+def seconds_per_call(call: Callable[[], object], args) -> float:
+    """The median of `args.repeats` times of `args.calls` calls, divided by `args.calls`."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(args.repeats):
         if device().type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for _ in range(calls):
+            for _ in range(args.calls):
                 call()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / 1000)
         else:
             began = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(args.calls):
                 call()
             times.append(time.perf_counter() - began)
-    return statistics.median(times) / calls
+    return statistics.median(times) / args.calls
 
 
 def inference(model: nn.Module, images: torch.Tensor) -> Callable[[], object]:
@@ -100,76 +95,52 @@ def attention_by(name: str):
     return contextlib.nullcontext() if SDPA[name] is None else sdpa_kernel(SDPA[name])
 
 
-def measure(name: str, sizes: dict, resolution: int, batch: int, calls: int) -> dict:
+def run(row: dict, args) -> dict:
     """Images per second of one model at one resolution."""
+    resolution = row["resolution"]
+    batch = max(1, round(args.batch_at_224 * (224 / resolution) ** 2))
     common = {"image_size": resolution, "num_channels": 3, "num_labels": 1000}
     dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
-    model = cast(build(name, sizes, 0, **common).to(device()), dtype)
+    model = cast(build(row["model"], SIZES[args.size], 0, **common).to(device()), dtype)
     images = torch.randn(batch, 3, resolution, resolution, device=device(), dtype=dtype)
-    row = {"model": name, "resolution": resolution, "batch": batch, "parameters": model.num_parameters()}
-    speeds = {}
+    found, speeds = {"batch": batch, "parameters": model.num_parameters()}, {}
     for backend in SDPA if device().type == "cuda" else ["default"]:
         with contextlib.suppress(RuntimeError), attention_by(backend):  # not every backend takes every shape
-            speeds[backend] = round(batch / seconds_per_call(inference(model, images), calls), 1)
+            speeds[backend] = round(batch / seconds_per_call(inference(model, images), args), 1)
     fastest = max(speeds, key=speeds.get, default="default")
-    row |= {"sdpa": fastest, "images_per_second_by_sdpa": speeds}
+    found |= {"sdpa": fastest, "images_per_second_by_sdpa": speeds}
     for what, make in (("inference", inference), ("training", training)):
         if device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
             with attention_by(fastest):
-                row[f"{what}_images_per_second"] = round(batch / seconds_per_call(make(model, images), calls), 1)
+                found[f"{what}_images_per_second"] = round(batch / seconds_per_call(make(model, images), args), 1)
         except torch.cuda.OutOfMemoryError as error:
-            row[f"{what}_error"] = str(error).splitlines()[0]
+            found[f"{what}_error"] = str(error).splitlines()[0]
         if device().type == "cuda":
-            row[f"{what}_peak_bytes"] = torch.cuda.max_memory_allocated()
-    return row
+            found[f"{what}_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return found
 
 
-def measured_rows(path: Path, settings: dict) -> list[dict]:
-    """The rows that the file holds; none if there is no file.
-
-    Raises:
-        ValueError: they were measured with other settings.
-    """
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    if found["settings"] != settings:
-        raise ValueError(f"{path} was measured with {found['settings']}, not with {settings}; choose another --out")
-    return found["rows"]
+def rows_to_run(done: list[dict], args) -> list[dict]:
+    return [{"model": name, "resolution": size} for size in args.resolutions for name in args.models]
 
 
-class ThroughputOptions:
-    out: Annotated[Path, typer.Option(help="the JSON file to write")]
+class ThroughputOptions(Options):
     size: Annotated[str, typer.Option(help="sizes of the models: tiny or small")] = "tiny"
-    models: Annotated[list[str], typer.Option(help="models to measure; repeatable")] = MODELS
+    models: Models = MODELS
     resolutions: Annotated[list[int], typer.Option(help="pixels; repeatable")] = (224, 384, 512, 768, 1024)
-    batch: Annotated[int, typer.Option(help="images of 224 x 224 pixels; fewer at larger resolutions")] = 256
+    batch_at_224: Annotated[int, typer.Option(help="images of 224 x 224 pixels; fewer at larger resolutions")] = 256
     calls: Annotated[int, typer.Option(help="calls per measured time")] = 10
-    seconds: Annotated[float, typer.Option(help="time limit; the same command measures the rest later")] = float("inf")
+    repeats: Annotated[int, typer.Option(help="measured times, of which the median counts")] = 5
 
 
-@command(ThroughputOptions)
-def main(args) -> None:
-    """Measure all models at all resolutions; the file is written after each."""
+def check(args) -> None:
     check_names("--models", args.models, MODELS)
     check_names("--size", [args.size], SIZES)
-    began, settings = time.time(), {"size": args.size, "batch_at_224": args.batch, "calls": args.calls}
-    settings["repeats"] = REPEATS
-    rows = measured_rows(args.out, settings)
-    known = {(row["model"], row["resolution"]) for row in rows}
-    for resolution in args.resolutions:
-        for name in args.models:
-            if (name, resolution) in known:
-                continue
-            if time.time() - began > args.seconds:
-                return
-            images = max(1, round(args.batch * (224 / resolution) ** 2))
-            rows.append(measure(name, SIZES[args.size], resolution, images, args.calls))
-            print(rows[-1], flush=True)
-            about = {"experiment": "gka_vision_throughput", "environment": environment()}
-            write_json(args.out, about | {"settings": settings, "rows": rows})
+
+
+main = Experiment("gka_vision_throughput", __file__, ThroughputOptions, rows_to_run, check).command()
 
 
 if __name__ == "__main__":

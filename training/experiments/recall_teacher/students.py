@@ -13,7 +13,6 @@ from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher import wide  # noqa: F401, registers "gla-wide"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 
@@ -31,10 +30,9 @@ LAYOUTS = {
     "gla, long": ("gla", {}, (16.0, 4096.0)),
     "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
 }
-# further layouts of `raised.py`
+# a further layout of `raised.py`
 RAISED_LAYOUTS = LAYOUTS | {
     "lattice, long": ("lattice", {}, (16.0, 4096.0)),
-    "gla-wide, long": ("gla-wide", {}, (16.0, 4096.0)),  # with the state of GKA
 }
 
 
@@ -60,7 +58,6 @@ def start_steps_of_lattice(mixer, half_lives: tuple[float, float]) -> None:
 START_DECAY = {
     "gka": start_decay,
     "gla": start_decay,
-    "gla-wide": start_decay,
     "mamba2": start_decay_of_mamba2,
     "lattice": start_steps_of_lattice,
 }

@@ -1,4 +1,4 @@
-"""Compares the training of one recipe on one GPU with that on two GPUs with DDP, FSDP2 and ZeRO-3.
+"""Compares the training of one recipe on one GPU with that on two GPUs with DDP and FSDP2.
 
     python training/experiments/several_gpus/compare_launches.py
 
@@ -6,11 +6,10 @@ For each launch and stage it measures the loss curve, tokens/s, peak memory, and
 two GPUs divided by twice those on one. The global batch is the same in all launches, so the curves should differ only
 by rounding. A run on one GPU with two accumulation steps shows how large that difference is. There are two models: the
 bundled teacher, and a randomly initialised Llama of 1.2 billion parameters. All their layers become GKA; the second
-student has 1.3 billion parameters. ZeRO-3 is left out where DeepSpeed is not installed.
+student has 1.3 billion parameters.
 """
 
 import gc
-import importlib.util
 import json
 import os
 import statistics
@@ -29,6 +28,7 @@ from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.bundled.versions import bundled_teacher
+from hf_memmix.training.experiments.common.options import check_names
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import train
 
@@ -36,7 +36,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "accelerate"
 MODELS = {
     "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 30, "distill": 30}},
     "1b": {"batch_size": 8, "block_size": 2048, "steps": {"align": 20, "distill": 20}},
-    "cpu": {"batch_size": 4, "block_size": 32, "steps": {"align": 6, "distill": 6}},
 }
 ONE_B = {
     "vocab_size": 128256,
@@ -49,7 +48,7 @@ ONE_B = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-KINDS = ("halves", "ddp", "fsdp2", "zero3")
+KINDS = ("halves", "ddp", "fsdp2")
 WARM_UP = 5  # steps that are not timed
 
 
@@ -67,8 +66,7 @@ class StepTimer(TrainerCallback):
 
     @staticmethod
     def _now() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return time.perf_counter()
 
 
@@ -85,8 +83,7 @@ def models(name: str, device: torch.device):
             0, ONE_B["vocab_size"], (rows * size["block_size"],), generator=torch.Generator().manual_seed(0)
         )
         return teacher, student, TokenBlocks(tokens, size["block_size"])
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    teacher = load_model(asset_path("tiny_teacher"), dtype)
+    teacher = load_model(asset_path("tiny_teacher"), torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
     data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, size["block_size"])
     return teacher, convert_model(teacher, mixer="gka"), data
@@ -94,10 +91,8 @@ def models(name: str, device: torch.device):
 
 def work(name: str, accumulation: int, folder: Path) -> dict:
     """Run both stages of one model in this process of a launch. Returns the measurements of this process."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
     teacher, student, data = models(name, device)
     record = {"parameters": student.num_parameters(), "stages": {}}
     for stage, count in MODELS[name]["steps"].items():
@@ -111,12 +106,11 @@ def work(name: str, accumulation: int, folder: Path) -> dict:
             learning_rate=1e-3 if stage == "align" else 5e-4,
             rest_learning_rate=5e-5,
             warmup_steps=5,
-            trainer={"disable_tqdm": True, "logging_steps": 1, "use_cpu": not cuda},
+            trainer={"disable_tqdm": True, "logging_steps": 1},
         )
         gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         result = train(student, teacher, data, folder / stage, recipe=recipe, callbacks=[timer])
         step = statistics.median(timer.seconds[min(WARM_UP, len(timer.seconds) - 1) :])
         record["stages"][stage] = {
@@ -124,18 +118,16 @@ def work(name: str, accumulation: int, folder: Path) -> dict:
             "tokens_per_step": recipe.tokens_per_step,
             "seconds_per_step": round(step, 5),
             "tokens_per_second": round(recipe.tokens_per_step / step),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
             "loss": [round(entry["loss"], 6) for entry in result["log"]],
         }
     return record
 
 
-def launcher_command(kind: str, cpu: bool) -> list[str]:
-    """The beginning of a command line: accelerate with the recipe's config file, or torchrun on two CPU processes."""
+def launcher_command(kind: str) -> list[str]:
+    """The beginning of a command line: accelerate with the recipe's config file."""
     if kind == "single":
         return [sys.executable]
-    if cpu and kind != "zero3":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{kind}.yaml")]
     return [*launcher, "--main_process_port", "0"]
 
@@ -146,15 +138,11 @@ def start(kind: str, names: list[str], folder: Path, gpu: int | None = None, acc
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "TOKENIZERS_PARALLELISM": "false"}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    cpu = names == ["cpu"]
-    if cpu and kind == "fsdp2":
-        env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        env |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     script = [str(Path(__file__).resolve()), "--worker", kind, "--accumulation", str(accumulation)]
     script += ["--folder", str(folder), *(part for name in names for part in ("--model", name))]
     log = (folder / f"{title}.log").open("w")
     began = time.perf_counter()
-    process = subprocess.Popen([*launcher_command(kind, cpu), *script], env=env, stdout=log, stderr=log)
+    process = subprocess.Popen([*launcher_command(kind), *script], env=env, stdout=log, stderr=log)
     return title, process, began
 
 
@@ -193,7 +181,6 @@ def main(
     logs: Annotated[Path, typer.Option("--folder", help="folder of the records and logs of the launches")] = Path(
         "runs/multi_gpu"
     ),
-    cpu: Annotated[bool, typer.Option(help="try the launches on two CPU processes with a few steps")] = False,
     model: Annotated[list[str] | None, typer.Option(help="bundled or 1b; both by default")] = None,
     kind: Annotated[list[str] | None, typer.Option(help=f"beside one GPU: {', '.join(KINDS)}; all by default")] = None,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -202,7 +189,7 @@ def main(
     """Measure every launch and write one JSON."""
     logs.mkdir(parents=True, exist_ok=True)
     logs = logs.resolve()
-    names = model or (["cpu"] if cpu else ["bundled", "1b"])
+    names = model or list(MODELS)
     if worker:
         for name in names:
             title = f"{name}_{worker}" + ("_accumulated" if accumulation > 1 else "")
@@ -210,14 +197,13 @@ def main(
             if not int(os.environ.get("RANK", "0")):
                 write_json(logs / f"{title}.json", record)
         return
-    if unknown := set(kind or ()) - set(KINDS):
-        raise typer.BadParameter(f"--kind {unknown.pop()} is unknown; give {', '.join(KINDS)}")
-    kinds = kind or [name for name in KINDS if name != "zero3" or importlib.util.find_spec("deepspeed")]
+    kinds = kind or KINDS
+    check_names("--kind", kinds, KINDS)
     # the launches on one GPU run at the same time, each on its own GPU
-    first, *others = (start("single", [name], logs, gpu=None if cpu else i) for i, name in enumerate(names))
+    first, *others = (start("single", [name], logs, gpu=i) for i, name in enumerate(names))
     succeeded = finish(first)
     if "halves" in kinds:
-        others.append(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2))
+        others.append(start("single", names[:1], logs, gpu=0, accumulation=2))
     succeeded &= finish(*others)
     for launch in [name for name in kinds if name != "halves"]:
         succeeded &= finish(start(launch, names, logs))

@@ -1,5 +1,7 @@
 """The tables of all pages, from committed results: `ALL` has their functions by name, `figures.py` writes them."""
 
+import inspect
+
 from hf_memmix.training.experiments.common.report import rows_table
 from hf_memmix.training.experiments.report import TABLES, shown
 from hf_memmix.training.experiments.results import read
@@ -17,42 +19,10 @@ def rows(name: str, by: str, *figures: str) -> str:
     return rows_table(read(name), by, *figures)
 
 
-ALL = {
-    "results": results,
-    "rows": rows,
-    "demo": bundled.demo,
-    "bundled_recall": bundled.bundled_recall,
-    "front": quality.front,
-    "mixers": quality.mixers,
-    "induction": papers.induction,
-    "images": papers.images,
-    "from_scratch": papers.from_scratch,
-    "echo_mask": papers.echo_mask,
-    "gka_sketch": papers.gka_sketch,
-    "gka_grid": papers.gka_grid,
-    "recall_mixtures": papers.recall_mixtures,
-    "recall_raised_runs": papers.recall_raised,
-    "teachers": costs.teachers,
-    "refusals": costs.refusals,
-    "streaming": costs.streaming,
-    "conversion_costs": costs.conversion_costs,
-    "conversion_memory": costs.conversion_memory,
-    "published_conversions": costs.published_conversions,
-    "one_gpu_distil": costs.one_gpu_distil,
-    "quantized": costs.quantized,
-    "long_prompts": costs.long_prompts,
-    "gpus": costs.gpus,
-    "gpu_generations": kernels.gpu_generations,
-    "model_goals": kernels.model_goals,
-    "op_goals": kernels.op_goals,
-    "windows": kernels.windows,
-    "cpu_goals": kernels.cpu_goals,
-    "serving_families": serving.families,
-    "serving_costs": serving.costs,
-    "serving_matrix": serving.matrix,
-    "serving_refusals": serving.refusals,
-    "serving_prefix": serving.prefix,
-    "serving_speed": serving.speed,
-    "serving_fit": serving.fit,
-    "tensor_parallel": serving.tensor_parallel,
+# a public function of a module is a table of its name
+ALL = {"results": results, "rows": rows} | {
+    name: function
+    for module in (bundled, costs, kernels, papers, quality, serving)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 }

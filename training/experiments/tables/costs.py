@@ -249,7 +249,7 @@ def streaming() -> str:
     return markdown_table(head, rows) + "\n\nIn brackets: what the dry run estimated."
 
 
-def by_reason(refused: dict[str, str]) -> str:
+def _by_reason(refused: dict[str, str]) -> str:
     """Markdown: a line for each reason with its families."""
     reasons: dict[str, list[str]] = {}
     for name, reason in refused.items():
@@ -303,9 +303,9 @@ def refusals() -> str:
     return "\n\n".join(
         [
             "No mixer can take the place of the attention of these families. `memmix_config` refuses them too:",
-            by_reason(swap),
+            _by_reason(swap),
             "These can have mixers in a model that is trained from scratch, but no pretrained model of theirs can be"
             " converted:",
-            by_reason(conversion),
+            _by_reason(conversion),
         ]
     )

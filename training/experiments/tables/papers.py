@@ -106,7 +106,7 @@ def recall_mixtures() -> str:
     return mixtures_table(read("grid"))
 
 
-def recall_raised() -> str:
+def recall_raised_runs() -> str:
     """The students of `raised.py` beside each other and their teacher."""
     names = ["raised" + (f"_{name}" if name else "") for name in RAISED]
     return raised_table({name: read(name) for name in names}, read("grid"))

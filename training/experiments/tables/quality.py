@@ -44,7 +44,7 @@ def front() -> str:
     )
 
 
-def recall_teacher_shape() -> LlamaForCausalLM:
+def _recall_teacher_shape() -> LlamaForCausalLM:
     """The transformer of the mixers' table, without weights."""
     own = read("teacher_kept")["settings"]
     sizes = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "layers"}
@@ -55,9 +55,9 @@ def recall_teacher_shape() -> LlamaForCausalLM:
     return model.to(torch.bfloat16)
 
 
-def memory_of_mixers() -> dict[str, int]:
+def _memory_of_mixers() -> dict[str, int]:
     """Bytes of the cache of one sequence of `CONTEXT` tokens in bf16: "attention", the mixers and the windows."""
-    model = recall_teacher_shape()
+    model = _recall_teacher_shape()
     found = {name: estimate(model, name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
     attention = found[MIXERS[0]]["teacher"]
     windows = {name: attention * tokens // CONTEXT for name, tokens in WINDOWS.items()}
@@ -66,7 +66,7 @@ def memory_of_mixers() -> dict[str, int]:
 
 def mixers() -> str:
     """One row per mixer: quality with no and with a quarter of the attention layers kept, and a sequence's memory."""
-    results, memory, tasks = read("grid"), memory_of_mixers(), ("niah", "mqar_32")
+    results, memory, tasks = read("grid"), _memory_of_mixers(), ("niah", "mqar_32")
     found, shown = groups(results), []
     teacher = [row for row in results["rows"] if row["stage"] == "teacher"]
     shares = [share_text(teacher, task, GATE_LENGTH) for task in tasks]

@@ -13,7 +13,7 @@ from hf_memmix.models import FAMILIES
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.serving.vllm.options import REFUSALS
 from hf_memmix.training.experiments.results import read
-from hf_memmix.training.experiments.tables.costs import by_reason
+from hf_memmix.training.experiments.tables.costs import _by_reason
 
 LENGTHS = (2048, 16384, 65536)
 CONVERTED = ("gka", "gka_3of4")  # models of benchmark_serving.py; the one that is left is the transformer
@@ -22,7 +22,7 @@ SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32
 SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
 
 
-def families() -> str:
+def serving_families() -> str:
     """The decoder families that vLLM serves with mixers, and the refused ones with the reason."""
     served = [f"`{name}`" for name, row in sorted(BACKBONES.items()) if not (row.refused or row.no_serving)]
     refused = {name: row.no_serving for name, row in BACKBONES.items() if row.no_serving}
@@ -32,12 +32,12 @@ def families() -> str:
             f"{len(served)} families, with any mixers: {', '.join(served)}.",
             f"The families that are trained from scratch: {scratch}.",
             "Refused by name:",
-            by_reason(refused),
+            _by_reason(refused),
         ]
     )
 
 
-def costs() -> str:
+def serving_costs() -> str:
     """Bytes of one sequence of a 1B Llama shape in bf16, with each mixer in all and in three of four layers."""
     backbone = LlamaConfig(**SHAPE)
     layers = backbone.num_hidden_layers
@@ -60,7 +60,7 @@ def costs() -> str:
     )
 
 
-def matrix() -> str:
+def serving_matrix() -> str:
     """What `make serve-test` tested: models by features."""
     results = read("matrix_cpu")
     features = list(results["matrix"])
@@ -73,7 +73,7 @@ def matrix() -> str:
     )
 
 
-def refusals() -> str:
+def serving_refusals() -> str:
     """The options of vLLM that the plugin refuses, with the reasons."""
     lines = "\n".join(f"- {row.option}: {row.reason}." for row in REFUSALS)
     return re.sub(r"--[a-z-]+", r"`\g<0>`", lines)
@@ -88,7 +88,7 @@ def _names_of_models(rows: list[dict]) -> list[str]:
     return sorted({row["model"] for row in rows}, key=lambda name: name in CONVERTED and 1 + CONVERTED.index(name))
 
 
-def speed() -> str:
+def serving_speed() -> str:
     """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
     results = read("serving_h200")
     found = {(row["tokens"], row["sequences"], row["model"]): row for row in _rows("throughput")}
@@ -126,7 +126,7 @@ def speed() -> str:
     return "\n\n".join(lines)
 
 
-def fit() -> str:
+def serving_fit() -> str:
     """How many sequences fit into the memory, and when the first token of a single prompt comes."""
     fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in _rows("fit")}
     alone = [row for row in _rows("throughput") if row["sequences"] == 1 and "first_token_s" in row]
@@ -140,7 +140,7 @@ def fit() -> str:
     return markdown_table(["prompt", *head], rows)
 
 
-def prefix() -> str:
+def serving_prefix() -> str:
     """When the first token of a prompt comes without and with a known prefix."""
     rows = []
     for row in _rows("prefix"):

@@ -258,16 +258,10 @@ def _after(material: DrillMaterial, length: int, body, gap, tail, spans, draw: r
     return [*head, *body, *gap, *tail, material.end], kept
 
 
-def row_of(
-    material: DrillMaterial, length: int, draw: random.Random, more_pieces: float = 0.0
-) -> tuple[list[int], list[float]]:
-    """A row of packed drills: `length` token ids and the weight of each token as an answer (0: no answer).
-
-    more_pieces: the share of the tokens that drills of pieces take from those of pairs.
-    """
-    ids, weights, moved = [], [], {"pairs": -more_pieces, "pieces": more_pieces}
-    makers = [make for make, _ in DRILLS.values()]
-    shares = [share + moved.get(name, 0.0) for name, (_, share) in DRILLS.items()]
+def row_of(material: DrillMaterial, length: int, draw: random.Random) -> tuple[list[int], list[float]]:
+    """A row of packed drills: `length` token ids and the weight of each token as an answer (0: no answer)."""
+    ids, weights = [], []
+    makers, shares = zip(*DRILLS.values(), strict=True)
     alone = draw.random() < ALONE
     while (rest := length - len(ids)) >= SHORTEST:
         size = length if alone else min(rest, round(SHORTEST * (length / SHORTEST) ** draw.random()))

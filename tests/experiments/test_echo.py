@@ -11,13 +11,11 @@ import torch
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import suite as echo_suite
 from hf_memmix.training.experiments.echo import transfer as echo_transfer
-from hf_memmix.training.experiments.echo.report import report
 from hf_memmix.training.experiments.echo.tasks import TASKS, draw_examples
 
 SMALL = {"steps": 2, "batch": 4, "length": 64, "pairs": [2, 4], "lengths": [64], "sequences": 2, "lrs": [1e-3]}
 SMALL |= {"lr": 1e-3, "seeds": 2, "models": list(echo_suite.MODELS), "variants": list(echo_ablation.VARIANTS)}
 SMALL |= {"deadline": math.inf}
-ENVIRONMENT = {"hardware": "CPU", "commit": "0000000"}
 
 
 @pytest.fixture
@@ -30,10 +28,6 @@ def args(monkeypatch):
 def whole(parts):
     """What the harness makes of the parts of a row."""
     return {key: value for part in parts for key, value in part.items()}
-
-
-def results_of(name, rows):
-    return {"experiment": name, "environment": ENVIRONMENT, "settings": {**SMALL, "deadline": None}, "rows": rows}
 
 
 def test_transfer(args):
@@ -50,15 +44,10 @@ def test_transfer(args):
 
 
 def test_ablation(args):
-    wanted = ("K = 2, chunks of 8", "no action mask", "chunks of 1", "sequence maximum")
     assert len(echo_ablation.rows_to_run([], args)) == 2 * len(echo_ablation.VARIANTS)
-    rows = [
-        {**row, **whole(echo_ablation.run(row, args))}
-        for row in echo_ablation.rows_to_run([], args)
-        if row["variant"] in wanted
-    ]
-    assert [row["variant"] for row in rows] == [*wanted, *wanted] and all(row["finite"] for row in rows)
-    assert ["refreshed" in row for row in rows[:4]] == [True, True, False, False]
+    args.variants, args.seeds = ["no action mask", "chunks of 1"], 1
+    rows = [{**row, **whole(echo_ablation.run(row, args))} for row in echo_ablation.rows_to_run([], args)]
+    assert all(row["finite"] for row in rows) and ["refreshed" in row for row in rows] == [True, False]
 
 
 def test_variants_change_what_the_model_computes():
@@ -91,23 +80,3 @@ def test_refreshing_changes_a_model_and_decoding_does_not():
     with torch.no_grad():
         a, b = (echo_suite.value_logits(m, examples, True) for m in (model, refreshed))
     assert (a - b).abs().max() > 1e-4
-
-
-def test_a_failed_measurement_does_not_affect_others(args, monkeypatch):
-    """What was trained comes first; a cell that fails is named, and leaves the others and the report as they are."""
-    measure = echo_suite.measure
-
-    def fragile(model, task, *args):
-        if task == "niah":
-            raise RuntimeError("grid dimension > 65535")
-        return measure(model, task, *args)
-
-    monkeypatch.setattr(echo_suite, "measure", fragile)
-    row = {"model": "ssm", "lr": 1e-3, "seed": 0}
-    first, *rest = list(echo_transfer.run(row, args))
-    assert first["finite"] and first["curve"] and "cells" not in first
-    result = whole(rest)
-    assert result["errors"] == {"niah 64 1": "RuntimeError: grid dimension > 65535"}
-    assert {cell[0] for cell in result["cells"]} == set(TASKS) - {"niah"} and result["decode_agreement"] == 1
-    text = report(results_of("echo_transfer", [row | first | result]))
-    assert "| niah |  |" in text and "1 measurements failed." in text

@@ -9,7 +9,6 @@ from hf_memmix.training.experiments.echo.tasks import (
     COLON,
     END,
     EQUALS,
-    KEYS,
     NOISE,
     QUESTION,
     TASKS,
@@ -137,8 +136,3 @@ def test_mixture_has_equal_parts():
     assert len({b.ids.sum().item() for b in batches}) > 60
     with pytest.raises(ValueError, match="different numbers of questions"):
         mixture(["system_prompt", "niah"], 8, 64, [1], torch.Generator().manual_seed(0), 1)
-
-
-def test_keys_and_values_are_disjoint():
-    parts = [set(KEYS), set(VALUES), set(NOISE), {EQUALS, END, QUESTION, COLON}]
-    assert sum(map(len, parts)) == len(set.union(*parts))

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_memmix.conversion.records import write_json
-from hf_memmix.training.experiments.baselines import language as baselines_language
-from hf_memmix.training.experiments.common import harness, language
+from hf_memmix.training.experiments.common import harness
 from hf_memmix.training.experiments.common.averages import mean_and_deviation, median, spread_text
 from hf_memmix.training.experiments.common.rates import (
     at_best_rate,
@@ -175,15 +174,6 @@ def test_a_plan_tries_rates_first_and_runs_the_chosen_one_with_all_budgets_and_s
     done = [finished(lr, loss, **of_a) for lr, loss in ((1e-3, 2.0), (1e-2, 3.0), (5e-4, 4.0))]
     rows = [row for row in plan(done, arms, [1e-3, 1e-2], (0, 1), budgets) if row not in first and row["lr"] != 5e-4]
     assert rows == [{"arm": "a", "lr": 1e-3, "tokens": t, "seed": s} for t, s in ((2, 0), (1, 1), (2, 1))]
-
-
-def test_groups_of_models_run_one_after_another():
-    args = SimpleNamespace(contexts=[512], models=["dec-vconv", "mamba2-equal", "gla", "gka"], lrs=[4e-3])
-    done = [finished(4e-3, 1.0, model="gka", context=512, seed=0)]
-    rows = [(row["model"], row["seed"]) for row in baselines_language.rows_by_importance(done, args)]
-    waiting = [row for row in rows if row != ("gka", 0)]
-    assert waiting == [("gla", 0), ("gka", 1), ("gka", 2), ("mamba2-equal", 0), ("dec-vconv", 0)]
-    assert len(language.rows_to_run([], args)) == 4
 
 
 def test_a_row_that_could_not_be_measured_is_never_chosen():

@@ -31,14 +31,6 @@ def args(tmp_path, monkeypatch):
     return argparse.Namespace(**SETTINGS, text=tmp_path / "text.npy")
 
 
-def test_rows_of_a_seed_come_before_those_of_the_next(args):
-    args.seeds, args.variants = [0, 1], ["s = D", "s = D/2"]
-    rows = rows_to_run([], args)
-    assert [row["seed"] for row in rows] == [0] * 4 + [1] * 4
-    assert [row["variant"] for row in rows[:4]] == ["s = D", "s = D/2"] * 2
-    assert rows[0]["task"] == "recall" and rows[0]["pairs"] == 4 and rows[2]["context"] == 32
-
-
 @functools.cache
 def parameters(variant: str) -> int:
     """The number of parameters of a variant's model."""

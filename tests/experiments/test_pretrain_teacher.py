@@ -130,14 +130,3 @@ def test_muon_trains_the_matrices_of_the_layers_and_decays_as_adamw(text):
     assert group["lr"] * group["weight_decay"] == pytest.approx(3e-3)
     assert len(group["params"]) == 2 * 7 and all(p.ndim == 2 for p in group["params"])
     assert rest.param_groups[0]["params"] == [model.model.embed_tokens.weight]
-
-
-def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further(monkeypatch):
-    rate = pretrain_teacher.rate_at
-    none = pretrain_teacher.Clock(None)
-    assert [rate(step, none, 10, 110) for step in (0, 5, 10, 60, 110)] == pytest.approx([0, 0.5, 1, 0.5, 0])
-    now = iter((100.0, 100.0, 125.0, 150.0))
-    monkeypatch.setattr(pretrain_teacher.time, "time", lambda: next(now))
-    clock = pretrain_teacher.Clock(50.0)
-    assert rate(10, clock, 10, 110) == 1
-    assert rate(11, clock, 10, 110) == pytest.approx(0.5) and rate(12, clock, 10, 110) == pytest.approx(0)

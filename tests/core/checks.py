@@ -94,7 +94,6 @@ def positions_of(mask):
 
 
 def cache_layer_class(model):
-    """The class of the cache's recurrent layers."""
     cache = model(random_ids(1, 2), use_cache=True).past_key_values
     return type(cache.layers[min(mixers_of(model))])
 
@@ -205,7 +204,6 @@ def check_padding(model, kinds=("left", "right", "mixed")):
 
 
 def packed_kwargs(lengths, kind):
-    """The arguments with the boundaries of packed sequences of these lengths."""
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     if kind == "position_ids":
         return {"position_ids": positions}
@@ -286,7 +284,6 @@ def check_checkpointing_refuses_a_cache(model):
 
 @torch.no_grad()
 def check_greedy(model):
-    """generate() with a cache equals full forwards without one."""
     ids = random_ids(2, 11, seed=1)
     assert_same_generation(greedy(model, ids), uncached_greedy(model, ids), "greedy")
 
@@ -437,7 +434,6 @@ def check_fork(model):
 
 @torch.no_grad()
 def check_beams(model):
-    """Beam search with a cache equals beam search without."""
     ids = random_ids(2, 7, seed=1)
     out = {}
     for use_cache in (True, False):

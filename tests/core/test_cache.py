@@ -18,7 +18,6 @@ FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 
 @torch.no_grad()
 def read(model, ids, **kwargs):
-    """A cache that has seen `ids`."""
     cache = RecurrentStateCache(model.config, **kwargs)
     model(ids, past_key_values=cache, use_cache=True)
     return cache
@@ -134,7 +133,6 @@ def test_reset(static):
 
 
 def test_static_addresses_stay():
-    """The addresses of the states in a static cache do not change, as CUDA graphs require."""
     model = tiny_model("llama", "all")
     cache = read(model, random_ids(1, 5), max_cache_len=16)
     before = [state.data_ptr() for layer in cache.layers for state in layer.get().values()]
@@ -251,7 +249,6 @@ def test_crop_to_nothing(mixer, layout):
 @torch.no_grad()
 @pytest.mark.parametrize("forget", ("stop_past_recording", "reset"))
 def test_crop_does_not_go_back_before_a_reset(forget):
-    """Records from before a reset, or before recording was stopped, cannot be used."""
     model, ids = tiny_model("llama", "all"), random_ids(1, 6)
     cache = RecurrentStateCache(model.config)
     cache.activate_past_recording()

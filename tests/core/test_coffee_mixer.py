@@ -14,7 +14,6 @@ from tiny_teachers import tiny_teacher
 
 
 def fresh(**options):
-    """The mixer of an untrained layer."""
     torch.manual_seed(0)
     return mixers_of(AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "coffee", options)))[0]
 

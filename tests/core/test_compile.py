@@ -54,8 +54,6 @@ def test_static_decode_is_one_graph(family, layout, mixer):
 
 
 class Logits(torch.nn.Module):
-    """A model as torch.export takes it: tokens in, logits out."""
-
     def __init__(self, model):
         super().__init__()
         self.model = model

@@ -193,7 +193,6 @@ def test_config_without_backbone():
 
 
 def test_edited_config_json(tmp_path):
-    """A mistake made by hand in config.json is found on loading."""
     tiny_config("llama", "first").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text())

@@ -17,7 +17,6 @@ def model():
 
 
 def must_fail(model, *checks):
-    """All of these checks notice that the model is broken."""
     for check in checks:
         with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, pytest.fail.Exception)):
             CHECKS[check](model)

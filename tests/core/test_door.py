@@ -284,7 +284,6 @@ PRIVATE_SOURCES = (
 
 
 def private_names():
-    """Private methods and attributes of the library's classes, without those of torch's modules."""
     found = {"_hf_hook"}
     for source in PRIVATE_SOURCES:
         text = inspect.getsource(importlib.import_module(source))

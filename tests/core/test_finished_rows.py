@@ -10,8 +10,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 from core.checks import an_end_token, assert_follows, greedy, left_padded
@@ -146,25 +144,6 @@ def test_samples_of_one_prompt(batch):
     assert (~real).sum() > 3, "no sample ended early: the test shows nothing"
     seen = torch.cat([batch.mask[:2].repeat_interleave(3, 0), real.long()], 1)
     batch.second_turn(out.sequences, out.past_key_values, seen)
-
-
-class StopAt(StoppingCriteria):
-    """Ends rows as a stop string does, which is no end token."""
-
-    def __init__(self, token):
-        self.token = token
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] == self.token
-
-
-def test_other_stopping_criteria(batch):
-    """With an end token rows that met another criterion are padded; without one generate() goes on sampling them."""
-    options = {"stopping_criteria": StoppingCriteriaList([StopAt(batch.end)])}
-    padded = batch.generate(eos_token_id=1, **options)
-    batch.second_turn(padded.sequences, padded.past_key_values, batch.seen())
-    on = batch.generate(eos_token_id=None, **options)
-    batch.second_turn(on.sequences, on.past_key_values, batch.seen([max(batch.lengths)] * 3))
 
 
 def test_generation_that_breaks_off(batch):

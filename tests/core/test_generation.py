@@ -97,8 +97,7 @@ def test_own_4d_mask(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
+@in_turn(mixer=MIXERS, layout=("odd", "all"))
 def test_prompt_tuning_of_a_padded_batch(mixer, layout):
     """PEFT puts tokens in front of the prompt after its inputs have been prepared, pads and all."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -312,9 +311,8 @@ def test_pipeline(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("layout", ("odd", "all"))
-def test_indices_of_sequences_in_any_order(layout, mixer):
+@in_turn(mixer=MIXERS, layout=("odd", "all"))
+def test_indices_of_sequences_in_any_order(mixer, layout):
     """`seq_idx` names sequences: the next one may have a smaller number."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(2, 9)
     lengths = (4, 2, 3)

@@ -93,7 +93,6 @@ CASES = pytest.mark.parametrize(
 
 @CASES
 def test_equals_recurrence(limit, bias, n_groups):
-    """Our layer in float64: outputs and all gradients."""
     ours = pair(limit=limit, bias=bias, n_groups=n_groups)[1].double()
     x, parameters = torch.randn(2, 21, 32, dtype=torch.float64), dict(ours.named_parameters())
     want = output_and_gradients(lambda x: recurrence(parameters, x, n_groups, n_groups, limit), parameters, x)

@@ -18,7 +18,6 @@ def assert_same_states(actual, expected, row, what):
 @torch.no_grad()
 @every_variant
 def test_pads_write_nothing(mixer, options):
-    """Tokens after the end of a row change neither its outputs nor its states."""
     layer, x, rotary = made(mixer, options)
     tokens, lengths = layer.project(x, rotary), torch.tensor([9, 13, 4])
     y, states = layer.scan(tokens, None, lengths=lengths)
@@ -31,7 +30,6 @@ def test_pads_write_nothing(mixer, options):
 @torch.no_grad()
 @every_variant
 def test_splits_and_steps(mixer, options):
-    """A scan in two parts and token by token in place give the outputs and states of one scan."""
     layer, x, rotary = made(mixer, options)
     tokens = layer.project(x, rotary)
     y, states = layer.scan(tokens, None)

@@ -19,7 +19,6 @@ PRESETS = [(name, preset) for name, row in MODELS.items() for preset in row["pre
 
 
 def tiny(name, layout=None):
-    """A tiny random model of a family, of its own class."""
     further = {} if layout is None else MODELS[name]["layouts"][layout]
     config = REGISTERED[name](**{**family_fields(name), **further})
     return randomize(getattr(hf_memmix, f"{name}ForCausalLM")(config)).eval()

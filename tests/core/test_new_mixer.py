@@ -251,7 +251,6 @@ def test_conversion(with_start):
 
 
 def test_card(with_start, tmp_path):
-    """The card of a converted model describes its mixer."""
     teacher = AutoModelForCausalLM.from_config(backbone_config("llama"))
     student = convert_model(teacher, "leaky", keep=[3])
     save_student(student, tmp_path)

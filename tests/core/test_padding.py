@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from core.checks import greedy, left_padded
-from hf_memmix import RecurrentStateCache
 from hf_memmix.padding import PaddedRows
-from testing import LAYERS, MIXERS, assert_same, mixers_of, random_ids, tiny_model
+from testing import LAYERS, MIXERS, in_turn, mixers_of, random_ids, tiny_model
 
 
 @pytest.fixture
@@ -63,26 +62,7 @@ def test_generation(options, sorts, batch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_mask_of_the_whole_static_cache(mixer):
-    """It has a column for each place; a forward takes the columns of its own tokens."""
-    model, (ids, mask) = tiny_model("llama", "all", mixer), left_padded([random_ids(1, 9), random_ids(1, 4)])
-    new, outputs = random_ids(2, 3, seed=5), []
-    new_mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
-    shown = torch.cat([mask, new_mask], 1)
-    for width in (12, 20):
-        whole = torch.cat([shown, torch.zeros(2, width - 12, dtype=torch.long)], 1)
-        cache = RecurrentStateCache(model.config, 20)
-        model(ids, attention_mask=whole if width == 20 else mask, past_key_values=cache)
-        outputs.append(model(new, attention_mask=whole, past_key_values=cache).logits)
-    assert_same(outputs[1], outputs[0])
-    alone = model(torch.cat([ids[1:, 5:], new[1:]], 1), use_cache=False).logits[0, -3:]
-    assert_same(outputs[1][1], alone)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
+@in_turn(mixer=MIXERS, layout=("odd", "all"))
 def test_outputs_at_pads_are_zero(mixer, layout):
     """Exactly, in every mixer and for every pattern, with a cache and without."""
     model, outputs = tiny_model("llama", layout, mixer), []

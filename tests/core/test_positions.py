@@ -59,7 +59,6 @@ def test_a_position_that_does_not_follow_the_one_before_starts_a_sequence(model,
 
 @torch.no_grad()
 def test_positions_of_pads_are_free(model):
-    """Pads and tokens beside holes may have any position."""
     ids, mask = random_ids(2, 7), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0]])
     counted = (mask.cumsum(1) - 1).clamp_min(0)
     for at_pads in (0, 1, 50):

@@ -95,7 +95,6 @@ def launched(tmp_path_factory):
 
 
 def launch(folders, processes=2):
-    """Run `tensor_parallel_run.py` in several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [str(TESTS / "tensor_parallel_run.py"), *map(str, folders)]
     run = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=900)
@@ -241,15 +240,18 @@ def test_parts_that_lie_apart():
     assert cut.local_size() == 5
 
 
-@pytest.mark.parametrize(("name", "text"), [("gka", "4 heads"), ("coffee", "48 channels"), ("mamba2", "2 heads")])
-def test_a_size_that_does_not_fit_names_those_that_do(name, text):
-    with pytest.raises(ValueError, match=f"{name} of layer 0: {text} cannot be divided equally among 5 ranks.*1, 2"):
-        tiny_mixer(name, {}).tp_plan(5)
-
-
-def test_several_groups_are_shared_out_or_refused():
-    with pytest.raises(ValueError, match="2 groups"):
-        tiny_mixer("mamba2", {"head_dim": 16}).tp_plan(4)
+@pytest.mark.parametrize(
+    ("name", "options", "ranks", "text"),
+    [
+        ("gka", {}, 5, "gka of layer 0: 4 heads cannot be divided equally among 5 ranks.*1, 2"),
+        ("coffee", {}, 5, "coffee of layer 0: 48 channels cannot be divided equally among 5 ranks.*1, 2"),
+        ("mamba2", {}, 5, "mamba2 of layer 0: 2 heads cannot be divided equally among 5 ranks.*1, 2"),
+        ("mamba2", {"head_dim": 16}, 4, "2 groups"),
+    ],
+)
+def test_a_size_that_does_not_fit_names_those_that_do(name, options, ranks, text):
+    with pytest.raises(ValueError, match=text):
+        tiny_mixer(name, options).tp_plan(ranks)
 
 
 def test_a_mixer_without_a_plan_is_refused_by_name():

@@ -49,7 +49,6 @@ def fit(model, steps=20, rate=1e-2):
 
 
 def mixer_gradients(loss, model):
-    """The gradients of a loss by all parameters of all mixers."""
     return torch.autograd.grad(loss, [p for mixer in mixers_of(model).values() for p in mixer.parameters()])
 
 
@@ -77,7 +76,6 @@ def test_autocast(dtype, mixer):
 
 @every_mixer
 def test_gradient_flows_through_a_carried_state(mixer):
-    """Two chunks with a cache between them give the same gradients as the whole sequence."""
     model = build(tiny_config("llama", "all", mixer, options=CONVERGED.get(mixer)), dtype=torch.float64)
     # the rest of the tokens at once, and one token, which steps in place where nothing trains
     for start in (6, IDS.shape[1] - 1):

@@ -27,7 +27,6 @@ STEERING = {
 
 @pytest.fixture(params=MIXERS)
 def model(request):
-    """A model with one mixer in every layer."""
     options = {"sink_logits": True} if request.param == "window" else {}  # else it has no parameter that steers
     return build(tiny_config("llama", (0, 1), request.param, options))
 

@@ -80,7 +80,6 @@ def test_training_runs(stage, tmp_path):
 
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_conversion(mixer):
-    """Conversion, and the comparison with the teacher."""
     teacher = tiny_teacher("qwen3")
     tokens = random_ids(1, 40)[0] % 61
     with without_float64():

@@ -47,6 +47,8 @@ class Case:
         dtypes: of the references.
         labels: of a sequence classifier; 0 for a language model.
         seed: of the weights. With another seed than 0, every tensor differs.
+        options: by mixer, further options.
+        without_rope: attention layers without rotary embeddings.
     """
 
     kinds: tuple[str, ...] = ()
@@ -56,6 +58,8 @@ class Case:
     dtypes: tuple[str, ...] = ("float32",)
     labels: int = 0
     seed: int = 0
+    options: dict = dataclasses.field(default_factory=dict)
+    without_rope: tuple[int, ...] = ()
 
     def config(self):
         if self.layout is not None:
@@ -77,8 +81,8 @@ class Case:
             backbone = AutoConfig.for_model(self.family, **fields, **sizes, **window)
         else:
             backbone = backbone_config(self.family, **sizes)
-        mixers = {kind: MIXERS[kind] for kind in self.kinds if kind in MIXERS}
-        return memmix_config(backbone, list(self.kinds), mixers)
+        mixers = {kind: MIXERS[kind] | self.options.get(kind, {}) for kind in self.kinds if kind in MIXERS}
+        return memmix_config(backbone, list(self.kinds), mixers, list(self.without_rope) or None)
 
 
 _KEPT = "attention"
@@ -105,7 +109,10 @@ MORE_BACKBONES = {
     for name, row in backbones.BACKBONES.items()
     if name not in FAMILIES and not (row.refused or row.no_serving)
 }
-CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES
+# the options that recipes of others have
+_OPTIONS = {"window": {"output_gate": True, "qk_norm": "head"}, "gka": {"unshare_kv_heads": True}}
+RECIPES = {"recipe": Case(("window", _KEPT, "gka", _KEPT), prompts=("few",), options=_OPTIONS, without_rope=(3,))}
+CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES | RECIPES
 # the bundled model, which has a tokenizer
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()

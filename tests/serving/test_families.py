@@ -2,12 +2,12 @@
 
 import pytest
 from greedy import ask, assert_greedy, assert_log_probabilities, references_of, tokens_of
-from serving_cases import BACKBONES, MORE_BACKBONES, SCRATCH
+from serving_cases import BACKBONES, MORE_BACKBONES, RECIPES, SCRATCH
 
 MORE = [pytest.param(name, marks=pytest.mark.product) for name in MORE_BACKBONES]
 
 
-@pytest.mark.parametrize("case", [*SCRATCH, *BACKBONES, *MORE], scope="module")
+@pytest.mark.parametrize("case", [*SCRATCH, *BACKBONES, *RECIPES, *MORE], scope="module")
 def test_family(case, engines):
     """The logits too: vLLM must know what the family does to them."""
     references = references_of(engines.folders, case, "few")

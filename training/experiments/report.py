@@ -21,6 +21,7 @@ from hf_memmix.training.experiments.gka_vision import report as gka_vision
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.recall_teacher import raised_report
 from hf_memmix.training.experiments.recall_teacher import report as recall_teacher
+from hf_memmix.training.experiments.smollm2 import kept_layers
 
 
 def of_one(function: Callable) -> Callable:
@@ -42,6 +43,7 @@ TABLES = {
     "echo_ablation": of_one(echo.report),
     "recall_teacher": of_one(recall_teacher.teacher_section),
     "recall_grid": of_one(recall_teacher.section),
+    "kept_layers": of_one(kept_layers.table),
 }
 PLOTS = {
     "gka_vision_throughput": gka_vision.plot_throughput,

@@ -1,0 +1,157 @@
+"""Which layers should keep attention? Three choices before any training, at equal numbers of layers.
+
+    python training/experiments/smollm2/kept_layers.py --teacher SMOLLM2 --domain postgresql.txt --out kept_layers.json
+
+All other layers have a window of the teacher's own attention. "even": spread evenly, as `--keep-count` does. "one by
+one": the layers whose loss alone is highest, as `memmix select` scores them. "greedy" and "greedy, backward": `memmix
+select --stand-in window`, without and with --drop. Choices use the development text and probes of one seed; figures
+the held-out text, a text of another domain, and probes of another seed. No student is trained.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoTokenizer
+
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model, report
+from hf_memmix.conversion.hashes import teacher_hash
+from hf_memmix.conversion.layer_choice import LayerChoice
+from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.data import tokenize_files
+from hf_memmix.training.evaluation.greedy_choice import Search
+from hf_memmix.training.evaluation.probes import Material, draw
+from hf_memmix.training.evaluation.probes.grid import DEPTHS
+from hf_memmix.training.evaluation.probes.score import score
+from hf_memmix.training.evaluation.selection_data import SelectionData
+from hf_memmix.training.experiments.common.harness import Experiment, device, measured_at
+from hf_memmix.training.experiments.common.options import Options, check_names
+from hf_memmix.training.text_files import read_text, text_record
+
+CHOICE_SEED, FIGURE_SEED = 0, 1
+
+
+def greedy(search, count: int) -> list[int]:
+    return search().run(count)["keep"]
+
+
+def one_by_one(search, count: int) -> list[int]:
+    """The first step backward measures each layer with a window alone."""
+    backward = search(drop=True)
+    alone = backward.run(backward.depth - 1)["trace"][1]["candidates"]
+    return sorted(sorted(alone, key=lambda layer: -alone[layer])[:count])
+
+
+def even(search, count: int) -> list[int]:
+    depth = search().depth
+    return LayerChoice("even", count=count).layers(depth)
+
+
+def backward(search, count: int) -> list[int]:
+    return search(drop=True).run(count)["keep"]
+
+
+RULES = {"even": even, "one by one": one_by_one, "greedy": greedy, "greedy, backward": backward}
+
+
+def rows_to_run(done: list[dict], args) -> list[dict]:
+    return [{"rule": rule, "count": count} for rule in args.rules for count in args.counts]
+
+
+def run(row: dict, args) -> dict:
+    teacher = load_model(args.teacher, dtype=torch.float32).to(device())
+    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+    keep = RULES[row["rule"]](partial(search_of, teacher, tokenizer, args), row["count"])
+    student = convert_model(teacher, "window", keep, window=args.window)
+    return {"keep": keep, "student": figures_of(student, teacher, tokenizer, args)}
+
+
+def search_of(teacher, tokenizer, args, drop: bool = False) -> Search:
+    """The search of one direction; its file keeps what is measured, so that rules and counts share it."""
+    data = SelectionData.of(
+        tokenizer,
+        text=args.text,
+        tasks="niah,mqar",
+        length=args.length,
+        samples=args.samples,
+        max_tokens=args.measured_tokens,
+        seed=CHOICE_SEED,
+        weight=1.0,
+    )
+    file = args.out.with_suffix(".backward.search" if drop else ".search")
+    return Search(teacher, data, window=args.window, drop=drop, batch_size=args.batch_size, file=file)
+
+
+def figures_of(model, teacher, tokenizer, args) -> dict:
+    """Held-out text and other domain beside the teacher's, and the answers to needles and pairs by length."""
+    found = {}
+    for name, path in (("text", args.heldout), ("domain", args.domain)):
+        if path is not None:
+            tokens = tokenize_files(path, tokenizer)[: args.measured_tokens]
+            compared = report(model, teacher, tokens, tokenizer, block_size=args.length, batch_size=args.batch_size)
+            found[name] = {key: compared[key] for key in ("ppl_ratio", "kl", "top1_agreement")}
+    material = Material(tokenizer, read_text(args.heldout))
+    for task, depths in (("niah", DEPTHS), ("mqar", (None,))):
+        found[task] = {}
+        for length in args.lengths:
+            samples = [s for d in depths for s in draw(task, material, length, d, FIGURE_SEED, args.samples)]
+            for name, of in (("student", model), ("teacher", teacher)):
+                scores = score(of, samples, args.batch_size, control=False)
+                shares = {part: sum(getattr(s, part) for s in scores) / len(scores) for part in ("choice", "exact")}
+                found[task].setdefault(name, {})[str(length)] = shares | {"answers": len(scores)}
+    return found
+
+
+def table(results: dict) -> str:
+    """One line per rule and number of layers."""
+    head, lines = ["kept", "choice", "layers", "KL", "perplexity", "domain", "needle", "pairs"], []
+    for row in sorted(results["rows"], key=lambda row: row["count"]):
+        found = row["student"]
+        domain = f"{found['domain']['ppl_ratio']:.3f}" if "domain" in found else ""
+        recalled = [" ".join(f"{s['choice']:.0%}" for s in found[t]["student"].values()) for t in ("niah", "mqar")]
+        figures = [f"{found['text']['kl']:.4f}", f"{found['text']['ppl_ratio']:.3f}", domain, *recalled]
+        lines.append([row["count"], row["rule"], ", ".join(map(str, row["keep"])), *figures])
+    settings = results["settings"]
+    lengths = ", ".join(map(str, settings["lengths"]))
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nAll other layers read {settings['window']} tokens; no"
+        f" training. Perplexity and domain: ratios. Needle and pairs: choice among the candidates at {lengths} tokens;"
+        f" {measured_at(results)}."
+    )
+
+
+class Settings(Options):
+    teacher: Annotated[Path, typer.Option(help="folder of the transformer")] = asset_path("tiny_teacher")
+    text: Annotated[Path, typer.Option(help="text of the choices")] = asset_path("dev.txt")
+    heldout: Annotated[Path, typer.Option(help="text of the figures")] = asset_path("heldout.txt")
+    domain: Annotated[Path | None, typer.Option(help="text of another domain")] = None
+    rules: Annotated[list[str], typer.Option(help="choices to compare; repeatable")] = tuple(RULES)
+    counts: Annotated[list[int], typer.Option(help="numbers of kept layers; repeatable")] = (4, 6, 8, 10)
+    window: Annotated[int, typer.Option(help="tokens of the windows")] = 64
+    length: Annotated[int, typer.Option(help="tokens of a sequence of the choices")] = 1024
+    lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (256, 512, 1024, 2048)
+    samples: Annotated[int, typer.Option(help="sequences per length and depth of a probe")] = 16
+    measured_tokens: Annotated[int, typer.Option(help="tokens of each text that are read")] = 32768
+    batch_size: Annotated[int, typer.Option(help="sequences of one forward")] = 8
+
+
+def check(args) -> None:
+    check_names("--rules", args.rules, RULES)
+
+
+def about(args) -> dict:
+    """What was measured on what, without the places on this machine."""
+    texts = {name: getattr(args, name) for name in ("text", "heldout", "domain")}
+    return {
+        "model": {"folder": args.teacher.name, "weights": teacher_hash(args.teacher)},
+        "texts": {name: text_record(path) for name, path in texts.items() if path is not None},
+    }
+
+
+main = Experiment("kept_layers", __file__, Settings, rows_to_run, check, about).command()
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,8 +1,8 @@
 """Token mixers with a memory of fixed size, which replace attention in models of transformers.
 
-Importing this package registers its model types with AutoConfig, AutoModel, AutoModelForCausalLM,
-AutoModelForSequenceClassification and AutoModelForImageClassification. It imports the mixers, but not
-`modeling_memmix`, the modelling code of transformers or the Triton kernels: these are imported on first use.
+Importing this package registers its model types with AutoConfig, AutoModel, AutoModelForCausalLM, the Auto classes for
+sequence and token classification and question answering, and AutoModelForImageClassification. It imports the mixers,
+but not `modeling_memmix`, the modelling code of transformers or the Triton kernels: these are imported on first use.
 
 Raises ImportError if torch or transformers is outside the tested range (`versions.py`).
 """
@@ -22,7 +22,9 @@ _LAZY = {
     "GKAVisionForImageClassification": ".models.gka_vision_model",
     "GKAVisionModel": ".models.gka_vision_model",
     "MemMixForCausalLM": ".modeling_memmix",
+    "MemMixForQuestionAnswering": ".modeling_memmix",
     "MemMixForSequenceClassification": ".modeling_memmix",
+    "MemMixForTokenClassification": ".modeling_memmix",
     "MemMixModel": ".modeling_memmix",
     "PromptGraph": ".prompt_graph",
     "RecurrentStateCache": ".cache",
@@ -35,26 +37,36 @@ __all__ = [
     "MIXERS",
     "CoffeeConfig",
     "CoffeeForCausalLM",
+    "CoffeeForQuestionAnswering",
     "CoffeeForSequenceClassification",
+    "CoffeeForTokenClassification",
     "CoffeeModel",
     "EchoConfig",
     "EchoForCausalLM",
+    "EchoForQuestionAnswering",
     "EchoForSequenceClassification",
+    "EchoForTokenClassification",
     "EchoModel",
     "GKAConfig",
     "GKAForCausalLM",
+    "GKAForQuestionAnswering",
     "GKAForSequenceClassification",
+    "GKAForTokenClassification",
     "GKAModel",
     "GKAVisionConfig",
     "GKAVisionForImageClassification",
     "GKAVisionModel",
     "LatticeConfig",
     "LatticeForCausalLM",
+    "LatticeForQuestionAnswering",
     "LatticeForSequenceClassification",
+    "LatticeForTokenClassification",
     "LatticeModel",
     "MemMixConfig",
     "MemMixForCausalLM",
+    "MemMixForQuestionAnswering",
     "MemMixForSequenceClassification",
+    "MemMixForTokenClassification",
     "MemMixModel",
     "PromptGraph",
     "RecurrentStateCache",

@@ -37,12 +37,15 @@ RELIED_ON = {
 _LOOPS = ("_sample", "_assisted_decoding", "_beam_search")
 
 
-def check_forward(model_class: type):
-    """Raise RuntimeError if the forward of a native model class does not have the arguments that ours passes on."""
+def check_forward(model_class: type, cache: bool = True):
+    """Raise RuntimeError if the forward of a native model class does not have the arguments that ours passes on.
+
+    cache: whether the cache is among them.
+    """
     known = {*inspect.signature(model_class.forward).parameters}
     if "kwargs" in known:  # the heads of GraniteMoe pass it on to their base model among these, which is checked too
         known.add("use_cache")
-    if missing := [name for name in _FORWARD if name not in known]:
+    if missing := [name for name in _FORWARD if name not in known and (cache or name != CACHE)]:
         raise moved(f"{model_class.__name__}.forward has no argument {missing[0]!r}")
 
 

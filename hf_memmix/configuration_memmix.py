@@ -37,13 +37,22 @@ from .mixers import ATTENTION, MIXERS
 
 REMOTE_STUB = '''"""Loads this checkpoint's classes from the package hf_memmix: `pip install .` in its checkout."""
 
-from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixForSequenceClassification, MemMixModel  # noqa: F401
+from hf_memmix import (  # noqa: F401
+    MemMixConfig,
+    MemMixForCausalLM,
+    MemMixForQuestionAnswering,
+    MemMixForSequenceClassification,
+    MemMixForTokenClassification,
+    MemMixModel,
+)
 '''
 _AUTO_MAP = {
     "AutoConfig": "modeling_memmix.MemMixConfig",
     "AutoModel": "modeling_memmix.MemMixModel",
     "AutoModelForCausalLM": "modeling_memmix.MemMixForCausalLM",
     "AutoModelForSequenceClassification": "modeling_memmix.MemMixForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_memmix.MemMixForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_memmix.MemMixForQuestionAnswering",
 }
 
 

@@ -134,10 +134,10 @@ def split_loss(loss):
 
 
 def refuse_pooling(model, args):
-    """Hook of a model that reads the last token of a sequence: raise ValueError where the sequences are split."""
+    """Hook of a model that gives one answer for a whole sequence: raise ValueError where the sequences are split."""
     if current_group() is not None:
         raise UserError(
-            f"{type(model).__name__} reads the last token of a sequence, which only one process has under context"
+            f"{type(model).__name__} gives one answer for a sequence, of which no process has all tokens under context"
             " parallelism; call it outside of its context, or split the sequences of a causal language model"
         )
 

@@ -24,11 +24,13 @@ def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
         name = config_class._model_name(native.__name__)
         if name in vars(module):
             continue
-        check_forward(native)
+        check_forward(native, cache=kind._takes_cache)
         namespace = {
             "__module__": module.__name__,
             "__doc__": f"`{native.__name__}` with memory mixers; see `{kind.__name__}`.",
             "config_class": config_class,
+            # the library's heads for questions have another name, under which weights of a causal LM are not found
+            "base_model_prefix": model_class_of(backbone).base_model_prefix,
         }
         model_class = type(name, (kind, native), namespace)
         setattr(module, name, model_class)

@@ -10,7 +10,14 @@ The classes of a backbone are made and registered with the Auto classes when its
 """
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from . import generated_models
 from ._generation_hooks import CACHE
@@ -148,17 +155,40 @@ class MemMixForCausalLM(MemoryGeneration, _WithHead):
         return loss if current_group() is None else split_loss(loss)
 
 
-class MemMixForSequenceClassification(_WithHead):
-    """A sequence classifier with mixers; see `MemMixModel`."""
-
-    _auto_class_for = AutoModelForSequenceClassification
+class _OfWholeSequences(_WithHead):
+    """A model that gives one answer for a sequence."""
 
     def __init__(self, config):
         super().__init__(config)
         self.register_forward_pre_hook(refuse_pooling)
 
 
-_KINDS = (MemMixModel, MemMixForCausalLM, MemMixForSequenceClassification)
+class MemMixForSequenceClassification(_OfWholeSequences):
+    """A sequence classifier with mixers; see `MemMixModel`."""
+
+    _auto_class_for = AutoModelForSequenceClassification
+
+
+class MemMixForTokenClassification(_WithHead):
+    """A classifier of every token with mixers; see `MemMixModel`."""
+
+    _auto_class_for = AutoModelForTokenClassification
+
+
+class MemMixForQuestionAnswering(_OfWholeSequences):
+    """Start and end of an answer in a text, with mixers; see `MemMixModel`."""
+
+    _auto_class_for = AutoModelForQuestionAnswering
+    _takes_cache = False  # it reads a text as a whole
+
+
+_KINDS = (
+    MemMixModel,
+    MemMixForCausalLM,
+    MemMixForSequenceClassification,
+    MemMixForTokenClassification,
+    MemMixForQuestionAnswering,
+)
 
 
 def register_generated_models(config_class):

@@ -20,6 +20,7 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
 
     own_modules = (FeedForward, MemoryMixer)
     _auto_class_for = AutoModel
+    _takes_cache = True  # whether the forward of the native class has a cache among its arguments
 
     @classmethod
     def concrete_class(cls, config) -> type:

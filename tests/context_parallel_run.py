@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memmix.context_parallel import current_group, keep_order
@@ -155,8 +155,9 @@ def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]
             model.generate(buffers[0], max_new_tokens=2)
         if case.get("labels"):
             model(buffers[0], position_ids=buffers[1], labels=buffers[0])
-        if case.get("pooled"):
-            AutoModelForSequenceClassification.from_config(model.config)(buffers[0], position_ids=buffers[1])
+        if head := case.get("pooled"):
+            auto_class = getattr(transformers, f"AutoModelFor{head}")
+            auto_class.from_config(model.config)(buffers[0], position_ids=buffers[1])
         loss = loss_of(model, *buffers)
         loss.backward()
     found = {"loss": loss.detach(), **gradients(model)}

@@ -8,7 +8,7 @@ A family is one file: its sizes and a configuration class over a backbone of tra
         mixer: ClassVar[str] = "gka"
         presets: ClassVar[dict] = {"440m": {...}, ...}
 
-from which `GKAModel`, `GKAForCausalLM` and `GKAForSequenceClassification` are made on first use. Blocks, norms and
+from which `GKAModel`, `GKAForCausalLM` and the models with other heads are made on first use. Blocks, norms and
 heads are the backbone's: x = x + mixer(norm(x)); x = x + mlp(norm(x)).
 """
 
@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..mixers import ATTENTION
 
 FAMILIES: dict[str, type["FamilyConfig"]] = {}
-_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
+_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 class FamilyConfig(MemMixConfig):

@@ -81,7 +81,8 @@ REFUSED = {
     "sliding window": ({"mixer": "gka", "layout": [1], "family": "mistral"}, "layer 0 has a sliding window of 7"),
     # the label of a part's last token is in another part; only one process has the last token
     "labels of parts": ({"mixer": "gka", "labels": True}, "give them as shift_labels"),
-    "classifier": ({"mixer": "gka", "pooled": True}, "MemMixLlamaForSequenceClassification reads the last token"),
+    "classifier": ({"mixer": "gka", "pooled": "SequenceClassification"}, "MemMixLlamaForSequenceClassification gives"),
+    "answers": ({"mixer": "gka", "pooled": "QuestionAnswering"}, "MemMixLlamaForQuestionAnswering gives"),
     "sequence_max": ({"mixer": "ska", "options": {"normalization": "sequence_max"}}, "normalization='sequence_max'"),
 }
 

@@ -18,7 +18,9 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -229,6 +231,12 @@ ATTRIBUTES = {
     ),
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": lambda name: models(
         AutoModelForSequenceClassification, name, name + "_NAMES", "LlamaForSequenceClassification"
+    ),
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": lambda name: models(
+        AutoModelForTokenClassification, name, name + "_NAMES", "LlamaForTokenClassification"
+    ),
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING": lambda name: models(
+        AutoModelForQuestionAnswering, name, name + "_NAMES", "LlamaForQuestionAnswering"
     ),
     "LoadStateDictConfig": lambda name: (
         {"device_map", "dtype", "weight_mapping"} <= {field.name for field in fields(getattr(door, name))}

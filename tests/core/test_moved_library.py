@@ -12,9 +12,6 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GenerationMixin,
     LlamaForCausalLM,
     LlamaModel,
@@ -26,6 +23,7 @@ from hf_memmix import versions
 from hf_memmix._transformers import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_class_of
 from hf_memmix.backbones import BACKBONES
 from hf_memmix.given_cache import CACHE_NAMES
+from hf_memmix.modeling_memmix import _KINDS
 from testing import mixers_of, random_ids, tiny_model
 
 # ---- versions
@@ -197,13 +195,13 @@ def test_inputs_are_prepared_from_other_arguments(monkeypatch, unchecked):
         tiny_model("llama", "odd").generate(random_ids(1, 5), max_new_tokens=2)
 
 
-@pytest.mark.parametrize("auto_class", (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification))
 @pytest.mark.parametrize("family", [name for name, row in BACKBONES.items() if row.refused is None])
-def test_the_forward_of_every_family_is_as_expected(family, auto_class):
+def test_the_forward_of_every_family_is_as_expected(family):
     config_class = CONFIG_MAPPING[family] if family in CONFIG_MAPPING_NAMES else None  # newer than this transformers
-    model_class = config_class and model_class_of(config_class, auto_class)
-    if model_class is not None:  # not every family has a classifier
-        hooks.check_forward(model_class)
+    for kind in _KINDS:
+        model_class = config_class and model_class_of(config_class, kind._auto_class_for)
+        if model_class is not None:  # not every family has every head
+            hooks.check_forward(model_class, cache=kind._takes_cache)
 
 
 @pytest.mark.parametrize("model_class", (LlamaModel, LlamaForCausalLM))

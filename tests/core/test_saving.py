@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import testing
 from testing import (
@@ -21,7 +21,6 @@ from testing import (
     build,
     mixers_of,
     random_ids,
-    randomize,
     tiny_config,
 )
 
@@ -93,21 +92,6 @@ def test_heads_tied_and_untied(family, tied, tmp_path):
         pointers = {e.weight.data_ptr() for e in (m.get_input_embeddings(), m.get_output_embeddings())}
         assert len(pointers) == (1 if tied else 2)
     assert_same(again(IDS).logits, model(IDS).logits, tolerance=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ("llama", "gpt2"))
-def test_sequence_classification(family, tmp_path):
-    """The head that reads the last real token: of a padded row the same as of the row alone, saved and loaded."""
-    config = tiny_config(family, "odd", num_labels=3)
-    model = randomize(AutoModelForSequenceClassification.from_config(config)).eval()
-    ids = random_ids(2, 9)
-    ids[0, 6:] = 0
-    scores = model(ids, attention_mask=(ids != 0).long()).logits
-    assert_same(scores[:1], model(ids[:1, :6]).logits)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert_same(again(ids, attention_mask=(ids != 0).long()).logits, scores, tolerance=0)
 
 
 # ---- damage

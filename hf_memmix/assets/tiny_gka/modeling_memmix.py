@@ -1,3 +1,10 @@
 """Loads this checkpoint's classes from the package hf_memmix: `pip install .` in its checkout."""
 
-from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixForSequenceClassification, MemMixModel  # noqa: F401
+from hf_memmix import (  # noqa: F401
+    MemMixConfig,
+    MemMixForCausalLM,
+    MemMixForQuestionAnswering,
+    MemMixForSequenceClassification,
+    MemMixForTokenClassification,
+    MemMixModel,
+)

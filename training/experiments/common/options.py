@@ -28,7 +28,6 @@ Heads = Annotated[int, typer.Option(help="heads, each of hidden_size / heads cha
 BatchTokens = Annotated[int, typer.Option(help="tokens per optimizer step")]
 Tokens = Annotated[int, typer.Option(help="training tokens per model, the same for all models")]
 Steps = Annotated[int, typer.Option(help="optimizer steps")]
-MeasuredTokens = Annotated[int, typer.Option(help="number of tokens of each text that are measured")]
 
 
 class Options:

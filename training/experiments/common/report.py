@@ -115,17 +115,19 @@ def rows_table(results: dict, by: str, *figures: str) -> str:
     for row in results["rows"]:
         if row.get("finite", True) and all(name in row for name in names):
             arms.setdefault(tuple(row[name] for name in names), []).append(row)
+    has_rates, has_seeds = (any(key in row for rows in arms.values() for row in rows) for key in ("lr", "seed"))
     lines = []
     for arm, tried in arms.items():
-        rows = at_best_rate(tried) if any("lr" in row for row in tried) else tried
-        rows = [row for row in rows if shown[0][0] in row]
+        rows = [row for row in (at_best_rate(tried) if has_rates else tried) if shown[0][0] in row]
         if not rows:
             continue
-        rate = rate_text(tried, rows[0]["lr"]) if "lr" in rows[0] else ""
         cells = [spread_text([float(factor) * row[key] for row in rows], int(digits)) for key, digits, factor in shown]
-        lines.append([*arm, rate, *cells, len(rows)])
-    head = [*names, "rate", *(key + (", %" if factor == "100" else "") for key, _, factor in shown), "seeds"]
-    return f"{markdown_table(head, lines)}\n\n{SPREAD_NOTE} {measured_at(results)}."
+        rate = [rate_text(tried, rows[0]["lr"])] if has_rates else []
+        lines.append([*arm, *rate, *cells, *([len(rows)] if has_seeds else [])])
+    head = [*names, *(["rate"] if has_rates else [])]
+    head += [key + (", %" if factor == "100" else "") for key, _, factor in shown]
+    note = f"{SPREAD_NOTE} {measured_at(results)}." if has_seeds else f"{measured_at(results)}."
+    return f"{markdown_table(head + (['seeds'] if has_seeds else []), lines)}\n\n{note}"
 
 
 def rates_table(results: dict) -> str:

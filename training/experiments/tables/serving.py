@@ -102,10 +102,8 @@ def serving_speed() -> str:
         rows.append(cells)
     head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
     measured = [row for row in found.values() if "left_out" not in row]
-    new, commits = (
-        max(row["new_tokens"] for row in measured),
-        {row.get("commit", results.get("commit")) for row in measured},
-    )
+    new = max(row["new_tokens"] for row in measured)
+    commits = {row.get("commit", results.get("commit")) for row in measured}
     lines = [
         markdown_table(head, rows),
         f"{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {', '.join(sorted(commits))};"

@@ -1,4 +1,4 @@
-"""Base class and registry of all memory mixers. The base class handles options, padding, packing and the cache.
+"""Base class and registry of all memory mixers. Padding, packing and the cache are in its own base, `MixerForward`.
 
     y, states = scan(project(x), states);  out = readout(y, x)
 

@@ -105,6 +105,17 @@ def compare(op, name: str, length: str, dtype: torch.dtype):
 
 hard = pytest.mark.parametrize(("op", "name"), pairs(OPS), ids=str)
 TURNS = ("short", "carried", "long")
+# variants of an op have one length
+both_lengths = pytest.mark.parametrize(
+    ("turn", "op", "name"),
+    [
+        (turn, op, name)
+        for turn in ("chunks", "turn")
+        for op, name in pairs(OPS)
+        if turn == "chunks" or "_" not in op.name
+    ],
+    ids=str,
+)
 
 
 def length_of(turn: str, op, name: str, backend: str) -> str:
@@ -123,15 +134,13 @@ def length_of(turn: str, op, name: str, backend: str) -> str:
     r"native-(?!chunks-(?!gka))",
     r"triton-(?!chunks-(gla|lattice|coffee|ska)-(small values, common|equal tokens|no values))",
 )  # per op, the torch and native paths at two chunks stay
-@hard
-@pytest.mark.parametrize("turn", ("chunks", "turn"))
+@both_lengths
 def test_float32(turn, op, name, backend):
     compare(op, name, length_of(turn, op, name, backend), torch.float32)
 
 
 @pytest.mark.product_rows(r"(?!chunks-lattice-)")  # per op, the torch and native paths at two chunks stay
-@hard
-@pytest.mark.parametrize("turn", ("chunks", "turn"))
+@both_lengths
 def test_bfloat16(turn, op, name, monkeypatch):
     if not op.low_precision:
         pytest.skip("this row makes no promise in 16 bits")

@@ -42,6 +42,8 @@ CASES = {
     "lattice enc": ("lattice_enc", [64, 128]),
     "ska": ("ska", [32, 64]),
     "window": (None, [64, 128, 256]),
+    "gated_delta": ("gated_delta", [128, 256]),
+    "gated_delta channels": ("gated_delta_channels", [128, 256]),
 }
 DTYPES = ["bfloat16", "float32"]
 

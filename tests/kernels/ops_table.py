@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from coffee_rows import ROWS as COFFEE
+from delta_rows import ROWS as DELTA
 from draw import DEVICE, randn
 from lattice_rows import ROWS as LATTICE
 from ska_rows import ROWS as SKA
@@ -61,6 +62,7 @@ class Op:
         sequential: whether its kernels loop over tokens, which is slow in the interpreter.
         brief: whether the row differs from another row only by an option; the interpreter then runs one comparison.
         low_precision: whether the tolerances for float16 and bfloat16 hold for the op.
+        unit_keys: whether the recurrence is stable for keys of norm 1 only; it then gets no larger ones.
         bad: calls that must raise ValueError: (part of the message, a function of the inputs to the changed
             arguments).
     """
@@ -82,6 +84,7 @@ class Op:
     sequential: bool = False
     brief: bool = False
     low_precision: bool = True
+    unit_keys: bool = False
 
     def __str__(self):
         return self.name
@@ -333,6 +336,7 @@ OPS = [
             ("state", _with(initial_state=lambda _: None)),
         ],
     ),
+    *(Op(**row) for row in DELTA),
     *(Op(**row) for row in COFFEE),
     *(Op(**row) for row in SKA),
     *(Op(**row) for row in LATTICE),

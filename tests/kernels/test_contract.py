@@ -105,7 +105,7 @@ def test_each_gradient_alone(op):
             torch.testing.assert_close(alone, expected, msg=name)
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
 @pytest.mark.product_rows(r"triton-.*short_conv")  # one row per kernel stays in the interpreter
 @pytest.mark.product_rows(r"(torch|native)-.*gka_[rs]", r"native-gka")  # the reference of GKA solves per token
 @every_op
@@ -122,7 +122,7 @@ def test_float64(op, backend):
     assert_close(got, want, within(op, torch.float64))
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
 @pytest.mark.product_rows(r"triton-.*short_conv")  # one row per kernel stays in the interpreter
 @pytest.mark.product_rows(r"torch-torch.float16-(?!gla)")  # variants of an op
 @pytest.mark.product_rows(
@@ -162,7 +162,7 @@ def in_parts(op, cuts):
 
 
 @pytest.mark.product_rows(
-    r"triton-.*(lattice|ska|gka|coffee_f|gla_)", r"triton-coffee", r"triton-short_conv"
+    r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)", r"triton-coffee", r"triton-short_conv"
 )  # large for Triton's interpreter
 @pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @every_op
@@ -194,7 +194,7 @@ def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backen
         assert_close(got, want, lambda name: tolerance)
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
 @every_op
 def test_steps_equal_chunks(op, backend):
     shape = SMALL._replace(B=2, T=9, H=4, Hk=2, D=48)
@@ -207,7 +207,7 @@ def test_steps_equal_chunks(op, backend):
 
 
 @pytest.mark.product_rows(
-    r"triton-.*(lattice|ska|gka|coffee_f|gla_)", r"triton-(24-torch.int32|64-torch.int64)"
+    r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)", r"triton-(24-torch.int32|64-torch.int64)"
 )  # large for Triton's interpreter
 @every_op
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
@@ -244,7 +244,7 @@ def test_steps_on_pages(op, gap, index_dtype, backend):
 
 
 @pytest.mark.product_rows(
-    r"triton-.*(lattice|ska|gka|coffee_f|gla_)", r"triton-coffee", r"triton-short_conv"
+    r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)", r"triton-coffee", r"triton-short_conv"
 )  # large for Triton's interpreter
 @pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @every_op
@@ -275,7 +275,7 @@ def test_packed_equals_separate(op, backend):
         assert_close(got, want, within(op))
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
 @pytest.mark.parametrize("op", [op for op in OPS if op.silence], ids=str)
 def test_padding_writes_nothing(op, backend):
     """Rows padded on the left or on both sides equal the rows without padding; gradients at padded tokens are zero."""
@@ -310,7 +310,7 @@ def test_padding_writes_nothing(op, backend):
         assert error(grads[name], total) <= op.tolerance(torch.float32, grad=True), name
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
 @pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @every_op
 def test_is_causal(op, backend):
@@ -342,7 +342,7 @@ def test_gradcheck_of_naive(op):
     assert torch.autograd.gradcheck(fn, [t.requires_grad_() for t in (*inputs.values(), *state)])
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_)")  # large for Triton's interpreter
+@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
 @pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @pytest.mark.product_rows(
     r"(torch|native)-.*gka_[rs]", r"(torch|native)-gka\]"
@@ -366,7 +366,7 @@ def test_gradient_of_log_decay_stays_local(op, backend):
     assert error(got["d log_decay"], want["d log_decay"]) <= op.tolerance(torch.float32, grad=True)
 
 
-@pytest.mark.product_rows(r"triton-(none|total-(gka|gla_))")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"triton-(none|total-(gka|gla_|gated_))")  # one row per kernel stays in the interpreter
 @pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
 @pytest.mark.product_rows(r"(torch-(none|total)|native-(none|strong))-gka\]")  # the reference of GKA solves per token
 @every_op

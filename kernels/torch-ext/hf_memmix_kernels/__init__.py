@@ -6,6 +6,7 @@ from .coffee import (
     coffee_step,
     naive_coffee,
 )
+from .gated_delta import chunk_gated_delta, gated_delta_step, naive_gated_delta
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla
 from .lattice import (
@@ -32,16 +33,19 @@ __all__ = [
     "check_lattice",
     "check_ska_state",
     "chunk_coffee",
+    "chunk_gated_delta",
     "chunk_gka",
     "chunk_gla",
     "chunk_lattice",
     "chunk_ska",
     "chunk_window",
     "coffee_step",
+    "gated_delta_step",
     "gka_step",
     "gla_step",
     "lattice_step",
     "naive_coffee",
+    "naive_gated_delta",
     "naive_gka",
     "naive_gla",
     "naive_lattice",

@@ -1,0 +1,208 @@
+"""The op of the gated delta rule: checks of the arguments, choice of the path, registration with torch.library."""
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
+from .._dispatch import native_library, use_triton
+from .._pages import check_step_states
+from .._registration import chunk_op, module, or_zeros, step_op
+from .native_path import gated_delta_step_native
+from .torch_path import gated_delta_bwd_torch, gated_delta_fwd_torch, gated_delta_step_torch
+
+
+def _largest(q: Tensor, v: Tensor) -> int:
+    return max(q.shape[-1], v.shape[-1])
+
+
+@chunk_op("hf_memmix::gated_delta_fwd")
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    triton = use_triton(q, "gated_delta", _largest(q, v))
+    fwd = module(".launch", __package__).gated_delta_fwd_triton if triton else gated_delta_fwd_torch
+    return fwd(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale)
+
+
+@_fwd.register_fake
+def _(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale):
+    return q.new_empty(*beta.shape, v.shape[-1]), initial_state.new_empty(initial_state.shape)
+
+
+@chunk_op("hf_memmix::gated_delta_bwd")
+def _bwd(
+    do: Tensor,
+    dfinal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    triton = use_triton(q, "gated_delta", _largest(q, v))
+    bwd = module(".launch", __package__).gated_delta_bwd_triton if triton else gated_delta_bwd_torch
+    return bwd(do, dfinal, q, k, v, log_decay, beta, initial_state, cu_seqlens, scale)
+
+
+@_bwd.register_fake
+def _(do, dfinal, q, k, v, log_decay, beta, initial_state, cu_seqlens, scale):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta, initial_state))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dfinal):
+    q, _, v, _, beta, initial_state, _ = tensors = ctx.saved_tensors
+    do, dfinal = or_zeros(do, q, (*beta.shape, v.shape[-1])), or_zeros(dfinal, initial_state)
+    return *_bwd(do, dfinal, *tensors, ctx.scale), None, None
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@step_op("hf_memmix::gated_delta_step", mutates_args=("state",))
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_indices: Tensor | None,
+    scale: float,
+) -> Tensor:
+    inputs = q, k, v, log_decay, beta, state
+    if state.dtype == torch.float32 and (library := native_library("gated_delta", *inputs)):
+        return gated_delta_step_native(library, *inputs, state_indices, scale)
+    if use_triton(q, "gated_delta", _largest(q, v)):
+        from .launch import gated_delta_step_triton as step
+    else:
+        step = gated_delta_step_torch
+    return step(*inputs, state_indices, scale)
+
+
+@_step.register_fake
+def _(q, k, v, log_decay, beta, state, state_indices, scale):
+    return q.new_empty(*beta.shape, v.shape[-1])
+
+
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor):
+    """Raise ValueError unless the shapes fit together, see `chunk_gated_delta`."""
+    if q.dim() == v.dim() == 4 and q.shape[2] != v.shape[2] and q.shape == k.shape:
+        # heads that share q and k: as many values as keys are enough for the other checks
+        if v.shape[2] % k.shape[2]:
+            raise ValueError(f"{op}: {v.shape[2]} value heads are not a multiple of {k.shape[2]} query/key heads")
+        check_heads(op, q, k, v[:, :, : k.shape[2]])
+        heads = v.shape[:3]
+    else:
+        check_heads(op, q, k, v)
+        heads = q.shape[:3]
+    if log_decay.shape not in (heads, (*heads, q.shape[3])):
+        raise ValueError(
+            f"{op}: log_decay must be [B, T, H] = {tuple(heads)} or [B, T, H, K] = {(*heads, q.shape[3])}, got"
+            f" {tuple(log_decay.shape)}"
+        )
+    if beta.shape != heads:
+        raise ValueError(f"{op}: beta must be [B, T, H] = {tuple(heads)}, got {tuple(beta.shape)}")
+
+
+def chunk_gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule (arXiv:2412.06464), and Kimi Delta Attention (arXiv:2510.26692), in chunks of 64 tokens.
+
+        S_t = (I - beta_t k_t k_t^T) Diag(e^g_t) S_{t-1} + beta_t k_t v_t^T,  o_t = scale * S_t^T q_t
+
+    The H heads either have queries of their own and share keys and values in groups (Hq = H, Hv = Hk), as in
+    attention, or they have values of their own and share queries and keys (Hq = Hk, Hv = H), as in Qwen3-Next. Head h
+    reads head h // (H / Hq) of q, and so on. A padded token has log_decay = 0 and beta = 0, so it leaves the state as
+    it is.
+
+    The recurrence is stable for 0 <= beta |k|^2 <= 2: give k the norm 1. Larger keys are not refused, and let the
+    state grow from token to token.
+
+    Args:
+        q: [B, T, Hq, K], K <= 256.
+        k, v: [B, T, Hk, K], [B, T, Hv, V], V <= 256.
+        log_decay: g <= 0, finite, natural logarithm: [B, T, H], one per head, or [B, T, H, K], one per key channel.
+        beta: write strength [B, T, H]; 1 replaces what the memory holds for k, 2 reflects it.
+        scale: factor of the output; None is K^-1/2.
+        initial_state: [N, H, K, V]; zeros when None.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
+
+    Returns:
+        o [B, T, H, V] in q.dtype and the final state [N, H, K, V] in float32 (float64 for float64 inputs), both
+        differentiable in every tensor.
+
+    Raises:
+        ValueError: shapes or head sizes do not fit.
+    """
+    _check("gated_delta", q, k, v, log_decay, beta)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q.shape[0])
+    dtype = compute_dtype(q.dtype)
+    expected = (num_sequences(q.shape[0], cu_seqlens), beta.shape[2], q.shape[3], v.shape[3])
+    if initial_state is None:
+        initial_state = q.new_zeros(expected, dtype=dtype)
+    elif tuple(initial_state.shape) != expected:
+        raise ValueError(f"gated_delta: initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    gates = log_decay.to(dtype), beta.to(dtype)
+    return _fwd(q, k, v, *gates, initial_state.to(dtype), dense(cu_seqlens), float(scale))
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
+) -> Tensor:
+    """One token of `chunk_gated_delta`, without autograd.
+
+    Args:
+        q, k, v, log_decay, beta: one token [B, 1, ...], as in `chunk_gated_delta`.
+        state: contiguous [B, H, K, V], updated IN PLACE; with `state_indices` pages [pages, H, K, V].
+        scale: as in `chunk_gated_delta`.
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
+
+    Returns:
+        o [B, 1, H, V] in q.dtype.
+
+    Raises:
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
+    """
+    _check("gated_delta", q, k, v, log_decay, beta)
+    if q.shape[1] != 1:
+        raise ValueError(f"gated_delta_step advances by one token, got {q.shape[1]}; use chunk_gated_delta")
+    check_step_states(
+        "gated_delta_step", (state,), ((q.shape[0], beta.shape[2], q.shape[3], v.shape[3]),), state_indices
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _step(q, k, v, log_decay, beta, state, state_indices, float(scale))

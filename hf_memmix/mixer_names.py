@@ -5,7 +5,7 @@ import sys
 from .errors import UserError
 
 ATTENTION = "attention"  # stands in `mixer_types` for a layer that stays attention
-BUILT_IN = ("window", "coffee", "gka", "lattice", "mamba2", "ska")
+BUILT_IN = ("window", "coffee", "gated_delta", "gka", "kda", "lattice", "mamba2", "ska")
 
 
 def mixer_names() -> tuple[str, ...]:

@@ -32,6 +32,9 @@ MIXERS = {
     "coffee": {"states": 3, "inner_size": 48, "use_gate": False},
     # a rank below the head size, a chunk shorter than the prompts; a ridge at which fp32 gradients keep three digits
     "ska": {"rank": 6, "chunk_size": 4, "eps": 0.1},
+    "gated_delta": {},
+    # writes above 1, which turn what the memory holds into its opposite
+    "kda": {"negative_eigenvalues": True},
     # two groups; few heads, as head h forgets at a rate of h, and states large enough to be heard beside D x
     "mamba2": {"state_size": 24, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
     # not longer than the sliding windows of FAMILIES

@@ -2,6 +2,7 @@
 
 from hf_memmix.conversion.from_attention import (  # noqa: F401  for the registration
     coffee,
+    gated_delta,
     gka,
     lattice,
     mamba2,

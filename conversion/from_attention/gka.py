@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
-from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
+from hf_memmix.conversion.from_attention.projections import log_spaced, projection_options, take_projections
 from hf_memmix.conversion.from_attention.registry import starts
 
 GATE_BIAS = 0.7388  # silu of it is 0.5
@@ -52,7 +52,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
 @torch.no_grad()
 def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) -> None:
     """Give the heads of a `GKAMixer` constant half-lives in tokens, log-spaced from the first to the second."""
-    rate = math.log(2) / _log_spaced(half_lives, mixer.heads)
+    rate = math.log(2) / log_spaced(half_lives, mixer.heads)
     mixer.a_proj.weight.zero_()
     mixer.A_log.zero_()
     mixer.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
@@ -68,10 +68,5 @@ def start_long(mixer: nn.Module) -> None:
     if mixer.options.use_decay:
         start_decay(mixer, LONG_HALF_LIVES)
         if mixer.options.use_alpha:
-            remembered = 1 / -torch.expm1(-math.log(2) / _log_spaced(LONG_HALF_LIVES, mixer.heads))
+            remembered = 1 / -torch.expm1(-math.log(2) / log_spaced(LONG_HALF_LIVES, mixer.heads))
             mixer.alpha_proj.bias.copy_(remembered.log())
-
-
-def _log_spaced(ends: tuple[float, float], count: int) -> torch.Tensor:
-    low, high = (math.log(x) for x in ends)
-    return torch.linspace(low, high, count).exp()

@@ -4,7 +4,9 @@ from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, register_mixer
 from .beside_window import BesideWindow, new_layer
 from .coffee import CoffeeMixer, CoffeeOptions
 from .feed_forward import FeedForward
+from .gated_delta import GatedDeltaMixer, GatedDeltaOptions
 from .gka import GKAMixer, GKAOptions
+from .kda import KDAMixer, KDAOptions
 from .koopman_mlp import KoopmanMLP
 from .lattice import LatticeMixer, LatticeOptions
 from .mamba2 import Mamba2Mixer, Mamba2Options
@@ -22,6 +24,10 @@ __all__ = [
     "FeedForward",
     "GKAMixer",
     "GKAOptions",
+    "GatedDeltaMixer",
+    "GatedDeltaOptions",
+    "KDAMixer",
+    "KDAOptions",
     "KoopmanMLP",
     "LatticeMixer",
     "LatticeOptions",

@@ -9,7 +9,6 @@ and the order of operations are those of the official release, so its weights ca
 Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
 
-import math
 from typing import ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from ..padding import before_the_end
 from .base import register_mixer
 from .heads import HeadsMixer
 from .kept_bytes import KeptBytes
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, has_hooks, init_layers
+from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, has_hooks, init_decay, init_layers
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 from .ranks import decayed_sum
 
@@ -235,9 +234,7 @@ class GKAMixer(HeadsMixer):
         if self.options.sketch_dim is not None:
             init.copy_(self.sketch, torch.linalg.qr(torch.randn_like(self.sketch, dtype=torch.float32)).Q)
         if self.options.use_decay:
-            dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
-            init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
-            init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+            init_decay(self.A_log, self.dt_bias)
 
     def _solver(self) -> dict:
         options = self.plain

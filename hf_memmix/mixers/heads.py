@@ -1,4 +1,4 @@
-"""The layers before and after the memory of a mixer that has the heads of attention. GKA and Lattice use them.
+"""The layers before and after the memory of a mixer that has the heads of attention, as GKA and Lattice have them.
 
     before: q, k, v = W x;  norms of q and k;  short convolutions;  rotary embeddings
     after:  out = W_o (norm per head(y) * gate(W_g x))
@@ -70,13 +70,17 @@ class HeadsMixer(MemoryMixer):
         """Make the output gate, the norms of q and k, and the norm of the output."""
         options = self.options
         if options.use_gate:
-            self.g_proj = nn.Linear(self.hidden, self.heads * self.head_dim, bias=options.gate_bias)
+            self.add_gate()
         if options.qk_norm is not None:
             q_heads, k_heads = (self.heads, self.key_heads) if options.qk_norm == "full" else (1, 1)
             self.q_norm = RMSNorm(q_heads * self.key_dim, options.norm_eps)
             self.k_norm = RMSNorm(k_heads * self.key_dim, options.norm_eps)
         if options.use_o_norm:
             self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+
+    def add_gate(self):
+        """Make the output gate."""
+        self.g_proj = nn.Linear(self.hidden, self.heads * self.head_dim, bias=self.options.gate_bias)
 
     def project_heads(self, products, rotary):
         """q, k and v [B, T, C], with norms of q and k; cos and sin [B, T, r / 2] if they will be rotated.

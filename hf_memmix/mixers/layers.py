@@ -4,6 +4,8 @@ Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so th
 name.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -95,3 +97,10 @@ def init_layers(mixer: nn.Module):
                 init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
+
+
+def init_decay(A_log: nn.Parameter, dt_bias: nn.Parameter):
+    """g = -e^A_log softplus(x + dt_bias) with e^A_log ~ U(0, 16) and softplus(dt_bias) log-uniform in [1e-3, 0.1]."""
+    dt = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
+    init.copy_(A_log, torch.empty_like(A_log).uniform_(0, 16).clamp_min(1e-4).log())
+    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt

@@ -28,6 +28,8 @@ VALUES = {
     "coffee": {"conv_activation": [None]},
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
+    "gated_delta": {"conv_size": [2], "conv_activation": [None], "qk_norm": ["head", "full"]},
+    "kda": {"conv_activation": [None], "qk_norm": ["head"]},
     "window": {"window": [2, 64], "sinks": [1, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},
 }
 # options of every memory

@@ -1,0 +1,56 @@
+"""How layers of the gated delta rule, `gated_delta` and `kda`, are initialised from a softmax attention.
+
+q, k, v and o are the attention's, with q and k of norm 1; the convolutions return their last token, and the gates do
+not depend on the token. The half-lives of the memory are log-spaced over the heads.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.projections import log_spaced, projection_options, take_projections
+from hf_memmix.conversion.from_attention.registry import starts
+
+HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
+LONG_HALF_LIVES = (64.0, 2048.0)  # of a memory with a window beside it, which holds the near past
+GATES = {"gated_delta": ("g_proj", 0.7388), "kda": ("g_b_proj", 0.0)}  # silu and sigmoid of the bias are one half
+
+
+def options_for(attention: AttentionWeights) -> dict:
+    """The options that a layer needs to hold all tensors of an attention."""
+    # signs, positions and output size like those of attention
+    own = {"conv_activation": None, "use_o_norm": False, "gate_bias": True}
+    return own | projection_options(attention)
+
+
+@starts("kda", options=options_for, lengthen=lambda mixer: start_decay(mixer, LONG_HALF_LIVES))
+@starts("gated_delta", options=options_for, lengthen=lambda mixer: start_decay(mixer, LONG_HALF_LIVES))
+@torch.no_grad()
+def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
+    """Fill a `GatedDeltaMixer` or `KDAMixer` from an attention, in place; errors and result are those of
+    `take_projections`.
+    """
+    fates = take_projections(mixer, attention)
+    for name, parameter in mixer.named_parameters():
+        if name.endswith("conv1d.weight"):
+            parameter.zero_()
+            parameter[:, :, -1] = 1
+    mixer.b_proj.weight.zero_()  # beta is one half, or 1 with negative eigenvalues
+    start_decay(mixer)
+    if mixer.options.use_gate and mixer.options.gate_bias:
+        name, bias = GATES[mixer.name]
+        getattr(mixer, name).weight.zero_()
+        getattr(mixer, name).bias.fill_(bias)
+    return fates
+
+
+@torch.no_grad()
+def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) -> None:
+    """Give the heads constant half-lives in tokens, log-spaced from the first to the second."""
+    rates = math.log(2) / log_spaced(half_lives, mixer.heads)
+    (mixer.f_b_proj if mixer.name == "kda" else mixer.a_proj).weight.zero_()
+    mixer.A_log.zero_()
+    rates = rates.repeat_interleave(len(mixer.dt_bias) // mixer.heads)
+    mixer.dt_bias.copy_(torch.log(torch.expm1(rates)))  # softplus of it is the rate

@@ -22,6 +22,8 @@ STEERING = {
     "coffee": {"lam_logit", "w", "C"},
     "lattice": {"S0"},
     "mamba2": {"A_log", "D", "dt_bias"},
+    "gated_delta": {"A_log", "dt_bias"},
+    "kda": {"A_log", "dt_bias"},
 }
 
 

@@ -4,6 +4,7 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.results import read
 
 MEASURED_ON = "sm_90"  # where the kernels also ran
+NEVER_RAN = ("gated_delta",)  # ops that were compiled, and run in the interpreter, but on no GPU yet
 DTYPES = ("bfloat16", "float32")
 EXAMPLES = {
     "sm_80": "A100",
@@ -65,11 +66,12 @@ def _compiles(row: dict) -> bool:
     return not (row.get("crashed") or row.get("error") or row["failed"]) and row["shared"] <= row["limit"]
 
 
-def _on_gpu(rows: list[dict], arch: str) -> str:
+def _on_gpu(rows: list[dict], op: str, arch: str) -> str:
     """What an op does on a GPU, from its rows of all sizes, dtypes and versions of Triton."""
-    verb = "runs" if arch == MEASURED_ON else "compiles"
+    ran = arch == MEASURED_ON and op.split()[0] not in NEVER_RAN
+    verb = "runs" if ran else "compiles"
     if not rows:
-        return "runs" if arch == MEASURED_ON else "not tried"
+        return "runs" if ran else "not tried"
     good = {name: all(_compiles(r) for r in rows if r["triton"] == name) for name in {r["triton"] for r in rows}}
     working = sorted((name for name, whole in good.items() if whole), key=_version)
     if not working:
@@ -86,7 +88,7 @@ def gpu_generations() -> str:
         groups: dict[tuple, list[int]] = {}
         for size in sorted({row["size"] for row in rows if row["op"] == op}):
             found = [row for row in rows if (row["op"], row["size"]) == (op, size)]
-            cells = tuple(_on_gpu([row for row in found if row["arch"] == arch], arch) for arch in archs)
+            cells = tuple(_on_gpu([row for row in found if row["arch"] == arch], op, arch) for arch in archs)
             groups.setdefault(cells, []).append(size)
         for cells, sizes in groups.items():
             lines.append([f"`{op}`" + (f", size {', '.join(map(str, sizes))}" if len(groups) > 1 else ""), *cells])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hf_memmix.conversion import convert_model, starts
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention import STARTS
-from hf_memmix_kernels import naive_ska
+from hf_memmix_kernels import naive_gated_delta, naive_ska
 from tiny_teachers import tiny_teacher
 
 LENGTH = 20
@@ -141,6 +141,32 @@ def test_gkas_sketch_starts_orthonormal():
         assert (mixer.sketch[0] - mixer.sketch[1]).abs().max() > 0.1
     assert (layers[0].sketch - layers[1].sketch).abs().max() > 0.1
     assert student.conversion_report.counts()["dropped"] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mixer", ["gated_delta", "kda"])
+def test_the_delta_rule_starts(mixer, family):
+    """out = 3/4 o(S^T q), q and k of norm 1, a write strength of 1/2, half-lives 1 to 16."""
+    attention, mixer, x, rotary = taken_over(family, mixer)
+    q, k, v = projected(attention, x)
+    if family == "qwen3":
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = (F.normalize(rotated(t, *rotary), dim=-1) for t in (q, k))
+    log_decay = decays(1, 16, 4).log().expand(1, LENGTH, -1)
+    y, _ = naive_gated_delta(q, k, v, log_decay, torch.full_like(log_decay, 0.5), scale=1.0)
+    expected = 0.75 * attention.o_proj(y.flatten(2))
+    torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+def test_the_delta_rule_beside_a_window_forgets_slowly(kind):
+    """Half-lives of 64 to 2048 tokens."""
+    _, layer, x, rotary = taken_over("llama", kind, local_window=6)
+    tokens = layer.memory.project(x, rotary)
+    kept = tokens["log_decay"].exp().view(1, LENGTH, 4, -1)
+    torch.testing.assert_close(kept, decays(64, 2048, 4)[:, None].expand_as(kept), rtol=1e-6, atol=0)
 
 
 @torch.no_grad()

@@ -6,8 +6,10 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import num_sequences
 from .._device import dot_precision
+from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
+from .arguments import Inputs, Token, Upstream
 from .kernels.backward import (
     gated_delta_bwd_errors_kernel,
     gated_delta_bwd_keys_kernel,
@@ -35,7 +37,8 @@ class _Launch:
     Chunks and sequences are on the first dimension of a grid, because the other dimensions are limited to 65535.
     """
 
-    def __init__(self, q, k, v, log_decay, beta, cu_seqlens):
+    def __init__(self, a: Inputs):
+        q, k, v, log_decay, beta, _, cu_seqlens, _ = a
         (B, T, H), K, V = beta.shape, q.shape[3], v.shape[3]
         N, wide = num_sequences(B, cu_seqlens), q.element_size() > 2
         self.channels = log_decay.dim() == 4
@@ -134,23 +137,15 @@ class _Launch:
 
 
 @taped
-def gated_delta_fwd_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@flat(Inputs)
+def gated_delta_fwd_triton(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
-    launch = _Launch(q, k, v, log_decay, beta, cu_seqlens)
+    launch = _Launch(a)
     _, W, Y = launch.solve(keep=False)
-    states, X, final = launch.scan(W, Y, initial_state)
+    states, X, final = launch.scan(W, Y, a.initial_state)
     o = launch.new(launch.V)
     gated_delta_output_kernel[(cdiv(launch.V, launch.BV) * launch.chunks, launch.H)](
-        (launch.q, launch.G, launch.beta), (states, X, launch.B), o, launch.layout, scale, launch.sizes, launch.s_q,
+        (launch.q, launch.G, launch.beta), (states, X, launch.B), o, launch.layout, a.scale, launch.sizes, launch.s_q,
         RQ=launch.RQ, BK=launch.BK, BV=launch.BV, CHANNELS=launch.channels, num_warps=4, num_stages=1,
         **launch.shared,
     )  # fmt: skip
@@ -158,24 +153,14 @@ def gated_delta_fwd_triton(
 
 
 @taped
-def gated_delta_bwd_triton(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@flat(Upstream, Inputs)
+def gated_delta_bwd_triton(upstream: Upstream, a: Inputs) -> tuple[Tensor, ...]:
     """Returns dq, dk, dv, dlog_decay, dbeta and the gradient of the initial states."""
-    do = do.contiguous()
-    launch = _Launch(q, k, v, log_decay, beta, cu_seqlens)
+    q, k, v, log_decay, beta, initial_state, _, scale = a
+    do, launch = upstream.do.contiguous(), _Launch(a)
     solution, W, Y = launch.solve(keep=True)
     states, X, _ = launch.scan(W, Y, initial_state)
-    dstates, dwrites, dinitial = launch.scan_back(do, dfinal, W, scale)
+    dstates, dwrites, dinitial = launch.scan_back(do, upstream.dfinal, W, scale)
     dX, dA, dB = Y, launch.new(launch.BT), launch.new(launch.BT)  # Y is not read any more
     dbeta = torch.empty_like(beta, memory_format=torch.contiguous_format)
     gated_delta_bwd_errors_kernel[(launch.chunks, launch.H)](
@@ -214,17 +199,10 @@ def _of_shared(x: Tensor, heads: int) -> Tensor:
 
 
 @taped
-def gated_delta_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
+@flat(Token)
+def gated_delta_step_triton(token: Token) -> Tensor:
     """One launch that reads one token [B, 1, heads, D] and updates `state` [B, H, K, V], or its pages, in place."""
+    q, k, v, log_decay, beta, state, state_indices, scale = token
     (B, _, H), K, V = beta.shape, q.shape[3], v.shape[3]
     o = q.new_empty(B, 1, H, V)
     BK, BV = next_power_of_2(K), min(32, next_power_of_2(V))

@@ -5,22 +5,14 @@ import ctypes
 from torch import Tensor
 
 from .._native import INTEGER, POINTER, REAL, address, changed, dense, empty, function, pages_of
+from .arguments import Token
 
 STEP = (*[POINTER] * 7, INTEGER, POINTER, *[INTEGER] * 8, REAL)
 
 
-def gated_delta_step_native(
-    library: ctypes.CDLL,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
+def gated_delta_step_native(library: ctypes.CDLL, token: Token) -> Tensor:
     """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages, in place."""
+    q, k, v, log_decay, beta, state, state_indices, scale = token
     dtype, pages = q.dtype, pages_of(state_indices, len(state))
     q, k, v, log_decay, beta = (dense(t) for t in (q, k, v, log_decay, beta))
     (batch, _, heads), K, V = beta.shape, q.shape[-1], v.shape[-1]

@@ -5,58 +5,42 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
+from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
+from .arguments import Inputs, Token, Upstream
 from .native_path import gated_delta_step_native
 from .torch_path import gated_delta_bwd_torch, gated_delta_fwd_torch, gated_delta_step_torch
 
 
-def _largest(q: Tensor, v: Tensor) -> int:
-    return max(q.shape[-1], v.shape[-1])
+def _runs_triton(a: Inputs | Token) -> bool:
+    return use_triton(a.q, "gated_delta", max(a.q.shape[-1], a.v.shape[-1]))
 
 
 @chunk_op("hf_memmix::gated_delta_fwd")
-def _fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    triton = use_triton(q, "gated_delta", _largest(q, v))
-    fwd = module(".launch", __package__).gated_delta_fwd_triton if triton else gated_delta_fwd_torch
-    return fwd(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale)
+@flat(Inputs)
+def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
+    fwd = module(".launch", __package__).gated_delta_fwd_triton if _runs_triton(a) else gated_delta_fwd_torch
+    return fwd(*a)
 
 
 @_fwd.register_fake
-def _(q, k, v, log_decay, beta, initial_state, cu_seqlens, scale):
-    return q.new_empty(*beta.shape, v.shape[-1]), initial_state.new_empty(initial_state.shape)
+@flat(Inputs)
+def _(a):
+    return a.q.new_empty(*a.beta.shape, a.v.shape[-1]), a.initial_state.new_empty(a.initial_state.shape)
 
 
 @chunk_op("hf_memmix::gated_delta_bwd")
-def _bwd(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    triton = use_triton(q, "gated_delta", _largest(q, v))
-    bwd = module(".launch", __package__).gated_delta_bwd_triton if triton else gated_delta_bwd_torch
-    return bwd(do, dfinal, q, k, v, log_decay, beta, initial_state, cu_seqlens, scale)
+@flat(Upstream, Inputs)
+def _bwd(upstream: Upstream, a: Inputs) -> tensors(6):
+    bwd = module(".launch", __package__).gated_delta_bwd_triton if _runs_triton(a) else gated_delta_bwd_torch
+    return bwd(*upstream, *a)
 
 
 @_bwd.register_fake
-def _(do, dfinal, q, k, v, log_decay, beta, initial_state, cu_seqlens, scale):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v, log_decay, beta, initial_state))
+@flat(Upstream, Inputs)
+def _(upstream, a):
+    return tuple(t.new_empty(t.shape) for t in a[:6])
 
 
 def _setup_context(ctx, inputs, output):
@@ -66,37 +50,28 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, dfinal):
-    q, _, v, _, beta, initial_state, _ = tensors = ctx.saved_tensors
-    do, dfinal = or_zeros(do, q, (*beta.shape, v.shape[-1])), or_zeros(dfinal, initial_state)
-    return *_bwd(do, dfinal, *tensors, ctx.scale), None, None
+    a = Inputs(*ctx.saved_tensors, ctx.scale)
+    do, dfinal = or_zeros(do, a.q, (*a.beta.shape, a.v.shape[-1])), or_zeros(dfinal, a.initial_state)
+    return *_bwd(do, dfinal, *a), None, None
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::gated_delta_step", mutates_args=("state",))
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
-    inputs = q, k, v, log_decay, beta, state
-    if state.dtype == torch.float32 and (library := native_library("gated_delta", *inputs)):
-        return gated_delta_step_native(library, *inputs, state_indices, scale)
-    if use_triton(q, "gated_delta", _largest(q, v)):
+@flat(Token)
+def _step(token: Token) -> Tensor:
+    if token.state.dtype == torch.float32 and (library := native_library("gated_delta", *token[:6])):
+        return gated_delta_step_native(library, token)
+    if _runs_triton(token):
         from .launch import gated_delta_step_triton as step
     else:
         step = gated_delta_step_torch
-    return step(*inputs, state_indices, scale)
+    return step(*token)
 
 
 @_step.register_fake
-def _(q, k, v, log_decay, beta, state, state_indices, scale):
+def _(q, k, v, log_decay, beta, *rest):
     return q.new_empty(*beta.shape, v.shape[-1])
 
 

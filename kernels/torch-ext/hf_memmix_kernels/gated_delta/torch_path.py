@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype, without_autocast
+from .._groups import flat
 from .._pages import read_pages, write_pages
+from .arguments import Inputs, Token, Upstream
 from .decays import ChannelDecays, HeadDecays
 
 CHUNK = 64
@@ -24,7 +26,8 @@ class _Chunks:
     `T` is the inverse of I + A Diag(beta), `W` = T (e^G * K), `X` the errors.
     """
 
-    def __init__(self, q, k, v, log_decay, beta, initial_state, cu_seqlens):
+    def __init__(self, a: Inputs):
+        q, k, v, log_decay, beta, initial_state, cu_seqlens, _ = a
         self.layout = SequenceLayout(q.shape[0], q.shape[1], CHUNK, cu_seqlens)
         self.dtype = compute_dtype(q.dtype)
         self.key_heads = k.shape[2]
@@ -72,39 +75,21 @@ class _Chunks:
 
 
 @without_autocast
-def gated_delta_fwd_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@flat(Inputs)
+def gated_delta_fwd_torch(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
-    c = _Chunks(q, k, v, log_decay, beta, initial_state, cu_seqlens)
-    o = scale * (c.q_start @ c.states + c.B @ (c.beta * c.X))
-    return c.merge(o).to(q.dtype), c.final.flatten(1, 2)
+    c = _Chunks(a)
+    o = a.scale * (c.q_start @ c.states + c.B @ (c.beta * c.X))
+    return c.merge(o).to(a.q.dtype), c.final.flatten(1, 2)
 
 
 @without_autocast
-def gated_delta_bwd_torch(
-    do: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@flat(Upstream, Inputs)
+def gated_delta_bwd_torch(upstream: Upstream, a: Inputs) -> tuple[Tensor, ...]:
     """Returns dq, dk, dv, dlog_decay, dbeta and the gradient of the initial states."""
-    c = _Chunks(q, k, v, log_decay, beta, initial_state, cu_seqlens)
-    d, do = c.decays, scale * c.split(do)
-    dstates, dwrites, dinitial = c.scan_back(do, dfinal.to(c.dtype).unflatten(1, (c.key_heads, -1)))
+    c = _Chunks(a)
+    d, do = c.decays, a.scale * c.split(upstream.do)
+    dstates, dwrites, dinitial = c.scan_back(do, upstream.dfinal.to(c.dtype).unflatten(1, (c.key_heads, -1)))
     dv = dX = c.T.mT @ (c.beta * dwrites)
     between = dX @ c.X.mT
     dbeta = (c.X * dwrites).sum(-1, keepdim=True) - (c.A * between).sum(-2)[..., None]
@@ -121,23 +106,16 @@ def gated_delta_bwd_torch(
         c.merge(t if t.shape[2] == x.shape[2] else t.sum(2, keepdim=True)).to(x.dtype)
         for t, x in ((dq_start + dq_rows, c.q), (dk_start + dk_end + dk_rows + dk_columns, c.k), (dv, c.v))
     )
-    dg, dbeta = c.merge(dg).to(log_decay.dtype), c.merge(dbeta)[..., 0].to(beta.dtype)
-    dg = dg[..., 0] if log_decay.dim() == 3 else dg
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dbeta, dinitial.flatten(1, 2)
+    dg, dbeta = c.merge(dg).to(a.log_decay.dtype), c.merge(dbeta)[..., 0].to(a.beta.dtype)
+    dg = dg[..., 0] if a.log_decay.dim() == 3 else dg
+    return dq.to(a.q.dtype), dk.to(a.k.dtype), dv.to(a.v.dtype), dg, dbeta, dinitial.flatten(1, 2)
 
 
 @without_autocast
-def gated_delta_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    pool: Tensor,
-    state_indices: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages in `pool`, in place."""
+@flat(Token)
+def gated_delta_step_torch(token: Token) -> Tensor:
+    """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages, in place."""
+    q, k, v, log_decay, beta, pool, state_indices, scale = token
     (state,) = read_pages(state_indices, pool)
     heads = state.shape[1]
     query, keys, values = (

@@ -1,7 +1,8 @@
 """How layers of the gated delta rule, `gated_delta` and `kda`, are initialised from a softmax attention.
 
 q, k, v and o are the attention's, with q and k of norm 1; the convolutions return their last token, and the gates do
-not depend on the token: beta is 1/2, which replaces half of what the memory holds for a key. The half-lives of the memory are log-spaced over the heads.
+not depend on the token: beta is 1/2, which replaces half of what the memory holds for a key. The half-lives of the
+memory are log-spaced over the heads.
 """
 
 import math
@@ -15,8 +16,8 @@ from hf_memmix.conversion.from_attention.registry import starts
 
 HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
 LONG_HALF_LIVES = (64.0, 2048.0)  # of a memory with a window beside it, which holds the near past
-# layer of the output gate, and its bias: silu or sigmoid of it is 3/4. Of gates from .1 to 1 and of betas from .05 to .9,
-# a gate of 3/4 and a beta of 1/2 have the lowest error of the bundled teacher's layers on the development text
+# layer of the output gate, and its bias: silu or sigmoid of it is 3/4. Of gates from .1 to 1 and of betas from .05 to
+# .9, a gate of 3/4 and a beta of 1/2 have the lowest error of the bundled teacher's layers on the development text
 GATES = {"gated_delta": ("g_proj", 1.0206), "kda": ("g_b_proj", 1.0986)}
 
 

@@ -7,67 +7,29 @@
 Paper: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464. Qwen3-Next has these
 layers; `hf_memmix.conversion.load_delta_layer` takes their weights over.
 
-Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
+Shapes: B batch, T tokens, H heads, D head size.
 """
-
-from typing import ClassVar
 
 import torch
 from torch import nn
 
-from hf_memmix_kernels import chunk_gated_delta, gated_delta_step
-from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.rowwise import decay
 
-from ..padding import before_the_end
 from .base import register_mixer
+from .delta_rule import DeltaRuleMixer, DeltaRuleOptions
 from .heads import HeadsMixer
 from .kept_bytes import KeptBytes
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_decay, init_layers
-from .options import MixerOptions, conv_size, mixer_options, norm_eps, one_of
+from .options import mixer_options
 
 
 @mixer_options
-class GatedDeltaOptions(MixerOptions):
-    """Options of the gated delta rule; the defaults are those of the paper.
-
-    Args:
-        negative_eigenvalues: beta = 2 sigmoid(W_b x), between 0 and 2. A write above 1 turns what the memory holds
-            for the key into its opposite, which lets a layer count modulo 2 (Grazzi et al., arXiv:2411.12537).
-        use_v_conv: whether v, like q and k, passes through a short convolution.
-        conv_size: taps of the short convolutions.
-        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
-        use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
-        rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
-        use_o_norm: RMSNorm of each head's output. Without it y = S^T q, unscaled, whose size is that of the values.
-        use_gate, gate_bias: the output gate, and its bias, with which it can start open.
-        qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
-            convolution.
-        qkv_bias, o_bias: biases of the projections.
-        norm_eps: epsilon of all RMSNorms.
-    """
-
-    negative_eigenvalues: bool = False
-    use_v_conv: bool = True
-    conv_size: int = conv_size()
-    conv_activation: str | None = one_of("silu", ACTIVATIONS)
-    use_rope: bool = False
-    rope_layout: str = one_of("half", ROPE_LAYOUTS)
-    use_o_norm: bool = True
-    use_gate: bool = True
-    gate_bias: bool = False
-    qk_norm: str | None = one_of(None, QK_NORMS)
-    qkv_bias: bool = False
-    o_bias: bool = False
-    norm_eps: float | int = norm_eps(1e-6)
+class GatedDeltaOptions(DeltaRuleOptions):
+    """Options of Gated DeltaNet, see `DeltaRuleOptions`."""
 
 
 @register_mixer("gated_delta")
-class GatedDeltaMixer(HeadsMixer):
-    """The layer of Gated DeltaNet. States: S [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1].
-
-    A sequence over several processes is scanned in turn, because the transition of the memory is no diagonal matrix.
-    """
+class GatedDeltaMixer(DeltaRuleMixer):
+    """The layer of Gated DeltaNet. States: S [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1]."""
 
     summary = (
         "[Gated DeltaNet](https://arxiv.org/abs/2412.06464): one matrix per head, which decays; a token replaces what"
@@ -75,59 +37,14 @@ class GatedDeltaMixer(HeadsMixer):
     )
     options_class = GatedDeltaOptions
     kept_bytes = KeptBytes(6, queries=18, keys=10, heads=14)  # counted from what its op keeps
-    fp32_parameters = no_weight_decay = ("A_log", "dt_bias")
-    steering_layers: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj")
-    max_head_dim = MAX_HEAD_DIM
-    input_layers: ClassVar[tuple[str, ...]] = (*HeadsMixer.input_layers, "a_proj", "b_proj")
-    head_parameters: ClassVar[tuple[str, ...]] = ("a_proj", "A_log", "dt_bias", "b_proj")
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.add_inputs(key_dim=self.head_dim, convolve_v=self.options.use_v_conv)
-        self.add_decay()
-        self.b_proj = nn.Linear(self.hidden, self.heads, bias=False)
-        self.add_output()
+    steering_layers = ("a_proj", "b_proj")
+    input_layers = (*HeadsMixer.input_layers, "a_proj", "b_proj")
+    head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj")
 
     def add_decay(self):
-        """Make the parameters of the decay: one number per head and token."""
         self.a_proj = nn.Linear(self.hidden, self.heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
 
     def log_decay(self, products):
-        """g [B, T, H] in fp32 from the products of the layer's input."""
         return decay(products["a_proj"], self.dt_bias, self.A_log)[1]
-
-    def project(self, x, rotary):
-        products = self.products(x)
-        beta = at_least_fp32(products["b_proj"]).sigmoid()
-        beta = 2 * beta if self.plain["negative_eigenvalues"] else beta
-        return self.project_heads(products, rotary) | {"log_decay": self.log_decay(products), "beta": beta}
-
-    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
-        q, k, v, new = self.heads_scan(tokens, states, lengths, cu_seqlens)
-        log_decay, beta = tokens["log_decay"], tokens["beta"]
-        if lengths is not None:
-            # a pad neither decays nor writes
-            valid = before_the_end(lengths, q.shape[1])[..., None].to(beta.dtype)
-            log_decay, beta = log_decay * valid.view(*valid.shape, *[1] * (log_decay.dim() - 3)), beta * valid
-        initial = {"initial_state": states["S"] if states else None, "cu_seqlens": cu_seqlens}
-        y, new["S"] = chunk_gated_delta(q, k, v, log_decay, beta, scale=self._scale(), **initial)
-        return y, new
-
-    def step(self, tokens, states, state_indices=None):
-        q, k, v = self.heads_step(tokens, states, state_indices)
-        gates, where = (tokens["log_decay"], tokens["beta"]), {"state_indices": state_indices}
-        return gated_delta_step(q, k, v, *gates, states["S"], scale=self._scale(), **where)
-
-    def state_shapes(self, batch, dtype=torch.float32):
-        memory = (batch, self.heads, self.key_dim, self.head_dim), torch.promote_types(dtype, torch.float32)
-        return self.convolution_shapes(batch, dtype) | {"S": memory}
-
-    def init_weights(self):
-        """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
-        init_layers(self)
-        init_decay(self.A_log, self.dt_bias)
-
-    def _scale(self) -> float | None:
-        return None if self.plain["use_o_norm"] else 1.0

@@ -8,7 +8,7 @@ The decays and the output gate come from products of two matrices of rank D. Pap
 Efficient Attention Architecture", arXiv:2510.26692. `hf_memmix.conversion.load_delta_layer` takes over weights of
 transformers' Kimi Linear.
 
-Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
+Shapes: B batch, T tokens, H heads, D head size.
 """
 
 import torch
@@ -17,19 +17,19 @@ from torch import nn
 from hf_memmix_kernels.rowwise import decay
 
 from .base import register_mixer
-from .gated_delta import GatedDeltaMixer, GatedDeltaOptions
+from .delta_rule import DeltaRuleMixer, DeltaRuleOptions
 from .heads import HeadsMixer
 from .kept_bytes import KeptBytes
 from .options import mixer_options
 
 
 @mixer_options
-class KDAOptions(GatedDeltaOptions):
-    """Options of KDA, see `GatedDeltaOptions`."""
+class KDAOptions(DeltaRuleOptions):
+    """Options of KDA, see `DeltaRuleOptions`."""
 
 
 @register_mixer("kda")
-class KDAMixer(GatedDeltaMixer):
+class KDAMixer(DeltaRuleMixer):
     """The KDA layer. States: S [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1]."""
 
     summary = (
@@ -43,19 +43,16 @@ class KDAMixer(GatedDeltaMixer):
     head_parameters = ("f_b_proj", "A_log", "dt_bias", "b_proj", "g_b_proj")
 
     def add_decay(self):
-        """Make the parameters of the decay: one number per head, key channel and token."""
         self.f_a_proj = nn.Linear(self.hidden, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, self.heads * self.key_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.heads * self.key_dim, dtype=torch.float32))
 
     def log_decay(self, products):
-        """g [B, T, H, D] in fp32 from the products of the layer's input."""
         rates = self.A_log.repeat_interleave(self.key_dim)
         return decay(self.f_b_proj(products["f_a_proj"]), self.dt_bias, rates)[1].unflatten(-1, (-1, self.key_dim))
 
     def add_gate(self):
-        """Make the output gate."""
         self.g_a_proj = nn.Linear(self.hidden, self.head_dim, bias=False)
         self.g_b_proj = nn.Linear(self.head_dim, self.heads * self.head_dim, bias=self.options.gate_bias)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hf_memmix.conversion.limits import check_converted, check_length, check_vocabularies, limit_of
+from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
 from hf_memmix.conversion.logits import logits_head
+from hf_memmix.conversion.model_files import check_converted
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
 from hf_memmix.errors import UserError
@@ -58,7 +59,7 @@ def check_pair(student: nn.Module, teacher: nn.Module, tokens: Tensor, block_siz
     """Raise the ValueErrors of `compare_models`. Reads no weights."""
     if len(tokens) < 2:
         raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    check_converted(student)
+    check_converted(student.config.to_dict())
     check_vocabularies(student, teacher)
     if len(tokens) > limit_of(teacher):
         check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")

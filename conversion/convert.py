@@ -25,7 +25,7 @@ from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep, layers_without_rope
 from hf_memmix.conversion.limits import RESIZE, tokens_without_embedding
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
-from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
+from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of, options_by_mixer
 from hf_memmix.conversion.model_files import check_model_folder, first_names
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
@@ -37,7 +37,6 @@ from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import fp32_parameter_names, memory_mixers
 
 REPORT_FILE = "conversion.json"
-WINDOW = "window"  # its options are those of the windows beside memories, too
 WRITE_AGAIN = "Nothing was left there, an earlier folder is untouched; make room and save again"
 
 
@@ -133,7 +132,7 @@ def _student_of(
     generation = copy.deepcopy(teacher.generation_config)
     _check_generation_settings(generation)
     starts = {kind: start_of(kind) for kind in used}
-    options = _options(used, mixers, mixer_options)
+    options = options_by_mixer(used, mixers, mixer_options)
     attentions = {i: extract_attention(teacher, i) for i in converted}
     for kind in options:  # options that the attention needs (biases, norms); the user's options replace them
         some = attentions[types.index(kind) if kind in used else converted[0]]
@@ -178,30 +177,6 @@ def _types(mixer: str | None, keep, layers: Layers | None, num_layers: int) -> l
     start_of(mixer)  # an unknown mixer is refused before anything else
     kept = layers_to_keep("none" if keep is None else keep, num_layers)
     return [ATTENTION if i in kept else mixer for i in range(num_layers)]
-
-
-def _options(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> dict[str, dict]:
-    """The user's options of every mixer in `used`. Raises ValueError for options that no layer would read."""
-    mixers = {} if mixers is None else mixers
-    wrong = not isinstance(mixers, dict) or any(not isinstance(own, dict) for own in mixers.values())
-    if wrong:
-        raise UserError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
-    beside = any({**mixers.get(kind, {}), **plain}.get("local_window") for kind in used)
-    if unused := [name for name in mixers if name not in used and not (beside and name == WINDOW)]:
-        raise UserError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
-    if plain and len(used) > 1:
-        raise UserError(
-            f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
-            f' mixers={{"{used[0]}": {{...}}}}'
-        )
-    if twice := [name for kind in used for name in plain if name in mixers.get(kind, {})]:
-        name = twice[0]
-        raise UserError(
-            f"{name} is given twice, as {name}={plain[name]!r} and in mixers[{used[0]!r}] as"
-            f" {mixers[used[0]][name]!r}; give it once"
-        )
-    options = {kind: dict(mixers.get(kind, {})) | plain for kind in used}
-    return options | ({WINDOW: dict(mixers.get(WINDOW, {}))} if beside and WINDOW not in used else {})
 
 
 def convert_to_folder(

@@ -54,19 +54,3 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
             f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
             f" {student.config.vocab_size}; give the teacher the student came from"
         )
-
-
-def check_converted(student: nn.Module) -> None:
-    """Raise ValueError if a student is a plain transformer."""
-    if not hasattr(student.config, "mixer_types"):
-        raise UserError(
-            f"the student is a plain {student.config.model_type!r} model without memory layers; convert it first"
-        )
-
-
-def check_transformer(teacher: nn.Module) -> None:
-    """Raise ValueError if a teacher is a converted model: a student must learn from the original attention."""
-    if hasattr(teacher.config, "mixer_types"):
-        raise UserError(
-            "the teacher is a converted model, not a transformer; give the transformer that the student came from"
-        )

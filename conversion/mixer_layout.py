@@ -11,6 +11,7 @@ from hf_memmix.errors import UserError
 from hf_memmix.mixer_names import ATTENTION, mixer_names
 
 REST = "rest"
+WINDOW = "window"  # its options are those of the windows beside memories, too
 EXAMPLE = '"ska=3,7 attention=0 mamba2=rest"'
 
 
@@ -101,3 +102,27 @@ def _check_names(names, name: str) -> None:
     known = [ATTENTION, *mixer_names()]
     if unknown := [mixer for mixer in names if mixer not in known]:
         raise UserError(f"{name} names {unknown[0]!r}, which is not a mixer; known: {', '.join(known)}")
+
+
+def options_by_mixer(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> dict[str, dict]:
+    """The user's options of every mixer in `used`. Raises ValueError for options that no layer would read."""
+    mixers = {} if mixers is None else mixers
+    wrong = not isinstance(mixers, dict) or any(not isinstance(own, dict) for own in mixers.values())
+    if wrong:
+        raise UserError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
+    beside = any({**mixers.get(kind, {}), **plain}.get("local_window") for kind in used)
+    if unused := [name for name in mixers if name not in used and not (beside and name == WINDOW)]:
+        raise UserError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
+    if plain and len(used) > 1:
+        raise UserError(
+            f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
+            f' mixers={{"{used[0]}": {{...}}}}'
+        )
+    if twice := [name for kind in used for name in plain if name in mixers.get(kind, {})]:
+        name = twice[0]
+        raise UserError(
+            f"{name} is given twice, as {name}={plain[name]!r} and in mixers[{used[0]!r}] as"
+            f" {mixers[used[0]][name]!r}; give it once"
+        )
+    options = {kind: dict(mixers.get(kind, {})) | plain for kind in used}
+    return options | ({WINDOW: dict(mixers.get(WINDOW, {}))} if beside and WINDOW not in used else {})

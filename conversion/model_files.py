@@ -51,6 +51,22 @@ def check_model_folder(folder: str | Path) -> dict:
     return raw
 
 
+def check_converted(config: dict) -> None:
+    """Raise UserError if this configuration of a student is that of a plain transformer."""
+    if "mixer_types" not in config:
+        raise UserError(
+            f"the student is a plain {config.get('model_type')!r} model without memory layers; convert it first"
+        )
+
+
+def check_transformer(config: dict) -> None:
+    """Raise UserError if this configuration of a teacher is that of a converted model."""
+    if "mixer_types" in config:  # a student must learn from the original attention
+        raise UserError(
+            "the teacher is a converted model, not a transformer; give the transformer that the student came from"
+        )
+
+
 def check_sizes(folder: Path, get: Callable[[str], object]) -> None:
     """Raise UserError if a size is below 1, or the query heads cannot be divided among the key/value heads.
 

@@ -4,7 +4,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.limits import check_converted
+from hf_memmix.conversion.model_files import check_converted
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import MIXERS, MemoryMixer
 
@@ -18,7 +18,7 @@ def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
         ValueError: in one of these layers, all models have attention or a mixer of another kind or other options.
     """
     for model in (student, *trained):
-        check_converted(model)
+        check_converted(model.config.to_dict())
     for layer in student.config.memory_layers:
         models = [model for model in trained if layer in model.config.memory_layers]
         if not models:

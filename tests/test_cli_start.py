@@ -91,6 +91,8 @@ TRAINING = [
     ([*PAIR, *TEXT, "--out", "{full}"], "exists and is not empty"),
     ([*PAIR, *TEXT, "--out", "{full}", "--overwrite"], "was not written by memmix"),
     ([*PAIR, *TEXT, "--out", TEACHER, "--overwrite"], "which is read"),
+    ([*FROM, "--student", TEACHER, *TEXT, *OUT], "the student is a plain 'llama' model"),
+    (["--teacher", STUDENT, "--student", STUDENT, *TEXT, *OUT], "the teacher is a converted model"),
 ]
 CHOICES = [
     ([*FROM, "--mixer", "nosuch"], "mixer 'nosuch' is unknown"),
@@ -98,6 +100,7 @@ CHOICES = [
     ([*FROM, "--keep-count", "x"], "--keep-count is 'x'"),
     ([*FROM, "--keep-count", "1", "--keep-layers", "0"], "give one of them"),
     (["--teacher", "{none}"], NO_MODEL),
+    (["--teacher", STUDENT], "the teacher is a converted model"),
     (["--teacher", "{gguf}"], "holds weights quantized by 'gguf'"),
     (["--teacher", "{deep}"], "nested more than 100 levels deep"),
 ]
@@ -115,6 +118,7 @@ WRONG = {
         ([*FROM, *OUT, "--layers", "nosuch=rest"], "'nosuch', which is not a mixer"),
         ([*FROM, *OUT, "--trained", "{none}"], NO_MODEL),
         ([*FROM, *OUT, "--option", "x"], "is not NAME=VALUE"),
+        ([*FROM, *OUT, "--option", "lattice.slots=3"], "has options of 'lattice', but no layer uses it"),
         ([*FROM, *OUT, "--context", "0"], "should be greater than or equal to 1"),
         ([*FROM, *OUT, "--keep-without-rope", "x"], "--keep-without-rope is 'x'"),
         ([*FROM, *OUT, "--keep-without-rope", "all"], "no layer keeps its attention"),
@@ -127,13 +131,18 @@ WRONG = {
         (["{gguf}", "{full}"], "exists and is not empty"),
         (["{gguf}", "{new}", "--dtype", "int4"], "int4"),
     ],
-    "align": [*TRAINING, ([*PAIR, *TEXT, *OUT, "--spool", "{new}"], "belongs to --stream")]
+    "align": [
+        *TRAINING,
+        ([*PAIR, *TEXT, *OUT, "--layers", "99"], "names layers 99"),
+        ([*PAIR, *TEXT, *OUT, "--spool", "{new}"], "belongs to --stream"),
+    ]
     + [(["--stream", *more], told) for more, told in TRAINING],
     "distill": TRAINING,
     "merge": [
         (["{none}", "--student", STUDENT, *OUT], NO_MODEL),
         ([STUDENT, "--student", "{none}", *OUT], NO_MODEL),
         ([STUDENT, "--student", STUDENT, "--out", "{full}"], "exists and is not empty"),
+        ([STUDENT, "--student", TEACHER, *OUT], "the student is a plain 'llama' model"),
     ],
     "cache-teacher": [
         (["--teacher", "{none}", *TEXT, *OUT], NO_MODEL),
@@ -141,6 +150,8 @@ WRONG = {
         ([*FROM, *TEXT, *OUT, "--recipe", "nosuch"], "no recipe 'nosuch'"),
         ([*FROM, *TEXT, *OUT, "--device", "tpu"], "--device is 'tpu'"),
         ([*FROM, *TEXT, *OUT, "--top-k", "0"], "should be greater than or equal to 1"),
+        ([*FROM, *TEXT, *OUT, "--top-k", "9999"], "--top-k is 9999, but the teacher has 4096"),
+        (["--teacher", STUDENT, *TEXT, *OUT], "the teacher is a converted model"),
     ],
     "sample-teacher": [
         (["--teacher", "{none}", "--prompts", "{text}", *OUT], NO_MODEL),
@@ -159,11 +170,13 @@ WRONG = {
         (["--student", "{none}", *FROM, *TEXT], NO_MODEL),
         ([*PAIR, "--text", "{none}"], NO_TEXT),
         ([*PAIR, *TEXT, "--device", "cuda:x"], "--device is 'cuda:x'"),
+        (["--student", TEACHER, *FROM, *TEXT], "the student is a plain 'llama' model"),
     ],
     "eval": [
         (["{none}", *OUT], NO_MODEL),
         ([STUDENT, *OUT, "--tasks", "nosuch"], "task 'nosuch' is unknown"),
         ([STUDENT, *OUT, "--lengths", "x"], "--lengths is 'x'"),
+        ([STUDENT, *OUT, "--depths", "7"], "depth 7.0 is outside"),
         ([STUDENT, *OUT, "--text", "{none}"], NO_TEXT),
         ([STUDENT, "--out", "{full}"], "exists and is not empty"),
     ],
@@ -243,13 +256,15 @@ def test_a_dry_run_and_a_plan_import_no_code_that_trains(places):
 def ours():
     return sorted(n for n in sys.modules if f"{{n}}.".startswith(("hf_memmix.training.", "transformers.trainer.")))
 
+heavy_after("convert", *{teacher!r}, "--dry-run", "--option", "nosuch=3")
+refused_early = "nosuch" in told.pop() and "hf_memmix.configuration_memmix" not in sys.modules
 heavy_after("convert", *{teacher!r}, "--dry-run")
 after_dry_run = ours()
 heavy_after("plan", *{teacher!r}, "--gpu-memory", "24GiB")
-print(json.dumps([told, after_dry_run, ours()]))
+print(json.dumps([told, refused_early, after_dry_run, ours()]))
 """
-    told, after_dry_run, after_plan = printed_by(code)
-    assert not any(told) and not after_dry_run
+    told, refused_early, after_dry_run, after_plan = printed_by(code)
+    assert refused_early and not any(told) and not after_dry_run
     needed = ("hf_memmix.training.planning", "hf_memmix.training.teachers", "hf_memmix.training.quantized")
     assert "hf_memmix.training.planning.stage_settings" in after_plan
     assert [name for name in after_plan if not name.startswith(needed)] == ["hf_memmix.training"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_prefix
-from hf_memmix.conversion.limits import check_converted
+from hf_memmix.conversion.model_files import check_converted
 from hf_memmix.conversion.taken_mixers import different_options
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION
@@ -27,7 +27,7 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
             trained the same layer, or one has changed parameters outside the mixers.
     """
     merged = load_model(start)
-    check_converted(merged)
+    check_converted(merged.config.to_dict())
     state = merged.state_dict()
     prefixes = {layer: attention_prefix(merged, layer) + "." for layer in merged.config.memory_layers}
     origin: dict[int, str] = {}

@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 from hf_memmix import launch
 from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.hashes import check_files, file_hash, read_sealed, teacher_hash, write_sealed
-from hf_memmix.conversion.limits import check_transformer
 from hf_memmix.conversion.loading import check_finite_weights, read_config, read_json
 from hf_memmix.conversion.logits import logits_head
+from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
 from hf_memmix.conversion.written import mark_folder
@@ -76,7 +76,7 @@ def write_cache(
     if not isinstance(data, TokenBlocks):
         raise UserError("a teacher cache cannot be made from streamed data; set stream: false")
     data.check_vocabulary(teacher.config.vocab_size)
-    check_transformer(teacher)
+    check_transformer(teacher.config.to_dict())
     check_finite_weights(teacher, "the teacher")
     meta = {
         "format": FORMAT,

@@ -21,8 +21,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memmix.conversion.families import attention_module, attention_prefix
-from hf_memmix.conversion.limits import check_converted, check_length, check_transformer, check_vocabularies
+from hf_memmix.conversion.limits import check_length, check_vocabularies
 from hf_memmix.conversion.loading import check_finite_weights
+from hf_memmix.conversion.model_files import check_converted, check_transformer
 from hf_memmix.errors import UserError
 from hf_memmix.quantization import refuse_quantized
 from hf_memmix.training import sharded, teachers
@@ -207,7 +208,7 @@ def make_pair(
 
 
 def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
-    check_converted(student)
+    check_converted(student.config.to_dict())
     refuse_quantized(student, "the student", "give the original student, and set quantize in the recipe")
     if data.block_size != recipe.block_size:
         raise UserError(
@@ -235,7 +236,7 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
     _check_lengths(student, data)
     check_finite_weights(student, "the student")
     if teacher is not None:
-        check_transformer(teacher)
+        check_transformer(teacher.config.to_dict())
         check_finite_weights(teacher, "the teacher")
         check_vocabularies(student, teacher)
         check_length(teacher, "teacher", recipe.block_size, "block_size", "give a smaller block")

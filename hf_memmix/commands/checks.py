@@ -6,7 +6,7 @@ A command first checks what it was given by the functions here, then imports und
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,8 @@ def start_library() -> None:
 
 
 @contextmanager
-def library() -> Iterator[None]:
-    """Start the library for the imports in the block.
+def library(models: bool = True) -> Iterator[None]:
+    """Start the library for the imports in the block; without `models`, only what they import is run.
 
     The garbage collector does not look at the objects of modules, during the imports and at the end of the program: a
     third of the time of a short command. Where another program has imported the library, it stays as it is.
@@ -36,21 +36,41 @@ def library() -> Iterator[None]:
         return
     gc.disable()
     try:
-        start_library()
+        if models:
+            start_library()
         yield
         gc.freeze()
     finally:
         gc.enable()
 
 
-def given_model(name: Path | None) -> Path | None:
-    """The folder of a model that a user has named, as `model_folder`, with a check of its files. None stays None."""
+def given_model(name: Path | None, check: Callable[[dict], None] | None = None) -> Path | None:
+    """The folder of a model that a user has named, as `model_folder`, with a check of its files. None stays None.
+
+    check: gets the content of config.json.
+    """
     from hf_memmix.conversion.model_files import check_model_folder
 
     folder = model_folder(name)
     if folder is not None:
-        check_model_folder(folder)
+        config = check_model_folder(folder)
+        if check is not None:
+            check(config)
     return folder
+
+
+def given_student(name: Path | None) -> Path | None:
+    """As `given_model`. Raises UserError for a plain transformer."""
+    from hf_memmix.conversion.model_files import check_converted
+
+    return given_model(name, check_converted)
+
+
+def given_teacher(name: Path) -> Path:
+    """As `given_model`. Raises UserError for a converted model."""
+    from hf_memmix.conversion.model_files import check_transformer
+
+    return given_model(name, check_transformer)
 
 
 def layers_of(folder: Path) -> int:

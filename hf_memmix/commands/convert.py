@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Column, Table
 
-from hf_memmix.commands.checks import choice_of_layers, given_model, layers_of, library
+from hf_memmix.commands.checks import choice_of_layers, given_model, given_student, given_teacher, layers_of, library
 from hf_memmix.commands.common import (
     Json,
     KeepCount,
@@ -78,19 +78,20 @@ def convert(
         check_not_read(out_dir, plan)
     chosen = choice_of_layers(keep_layers, keep_count)
     _refuse_two_choices(mixer, layers, plan, chosen)
-    options = _parse_options(option or [])
-    teacher, trained = given_model(teacher), [given_model(folder) for folder in trained or []]
+    plain, mixers = _parse_options(option or [])
+    teacher, trained = given_teacher(teacher), [given_student(folder) for folder in trained or []]
     arguments, aligned = _choice(mixer, layers, chosen, plan, layers_of(teacher))
     if keep_without_rope is not None:
         arguments["keep_without_rope"] = _without_rope(keep_without_rope, arguments, layers_of(teacher))
     if trained:
         aligned = None
+    options = _options_of_user(arguments, plain, mixers)
     with library():
         from hf_memmix.conversion.families import family_of
         from hf_memmix.conversion.loading import read_config
 
     family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
-    arguments |= _all_options(arguments, *options, [read_config(folder) for folder in trained])
+    arguments["mixers"] = _all_options(arguments, options, [read_config(folder) for folder in trained])
     if dry_run:
         with library():
             from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
@@ -301,30 +302,53 @@ def _without_rope(choice: str, arguments: dict, num_layers: int) -> list[int]:
     return layers_without_rope(choice, kept, num_layers, "--keep-without-rope")
 
 
-def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained: list) -> dict:
-    """The options for `convert_model`: those of the plan, then those of the trained students, then the user's.
+def _options_of_user(arguments: dict, plain: dict, mixers: dict[str, dict]) -> dict[str, dict]:
+    """The user's options by mixer, each of which is checked: this needs torch and the mixers, not the whole library.
 
     Args:
         arguments: what `convert_model` gets for the layers.
-        plain, mixers: the user's options, without and with the name of their mixer.
+        plain, mixers: the options, without and with the name of their mixer.
+
+    Raises:
+        UserError: no layer reads an option, it is given twice, it is unknown, or its value is out of its bounds.
+    """
+    from hf_memmix.conversion.mixer_layout import WINDOW, options_by_mixer
+    from hf_memmix.mixer_names import ATTENTION
+
+    if not (plain or mixers):
+        return {}
+    used = [kind for kind in dict.fromkeys(arguments.get("layers") or [arguments["mixer"]]) if kind != ATTENTION]
+    for kind in used if len(used) == 1 else ():
+        if twice := sorted(plain.keys() & mixers.get(kind, {}).keys()):
+            raise UserError(f"--option gives {twice[0]} and {kind}.{twice[0]}, which are the same; give one of them")
+    # a plan or a trained student may say that there are windows beside memories
+    beside = {} if WINDOW in used else {kind: own for kind, own in mixers.items() if kind == WINDOW}
+    options = options_by_mixer(used, {kind: own for kind, own in mixers.items() if kind not in beside}, plain) | beside
+    with library(models=False):
+        from hf_memmix.mixers import MIXERS
+
+    for kind, own in options.items():
+        try:
+            MIXERS[kind].options_class.check_each(own)
+        except UserError as error:
+            raise UserError(f"mixers[{kind!r}]: {error}") from error
+    return options
+
+
+def _all_options(arguments: dict, given: dict[str, dict], trained: list) -> dict[str, dict]:
+    """The options by mixer: those of the plan, then those of the trained students, then the user's.
+
+    Args:
+        arguments: what `convert_model` gets for the layers.
+        given: the user's options.
         trained: configurations of trained students; of several with the same mixer the first one counts.
     """
-    from hf_memmix.mixers import ATTENTION
-
-    used = set(arguments.get("layers") or [arguments.get("mixer")]) - {ATTENTION}
+    used = set(arguments.get("layers") or [arguments.get("mixer")])
     options = {mixer: dict(own) for mixer, own in arguments.get("mixers", {}).items()}
     for config in reversed(trained):
-        options |= {
-            mixer: dict(own) for mixer, own in (getattr(config, "mixers", None) or {}).items() if mixer in used
-        }
-    if plain and len(used) == 1:
-        (only,) = used
-        if twice := sorted(plain.keys() & mixers.get(only, {}).keys()):
-            raise UserError(f"--option gives {twice[0]} and {only}.{twice[0]}, which are the same; give one of them")
-        mixers, plain = mixers | {only: mixers.get(only, {}) | plain}, {}
-    for mixer, own in mixers.items():
-        options[mixer] = options.get(mixer, {}) | own
-    return {"mixers": options, **plain}
+        known = getattr(config, "mixers", None) or {}
+        options |= {mixer: dict(own) for mixer, own in known.items() if mixer in used}
+    return options | {mixer: options.get(mixer, {}) | own for mixer, own in given.items()}
 
 
 def _parse_options(pairs: list[str]) -> tuple[dict, dict[str, dict]]:

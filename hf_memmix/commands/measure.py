@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.commands.checks import check_placement, check_texts, given_model, library
+from hf_memmix.commands.checks import check_placement, check_texts, given_model, given_student, library
 from hf_memmix.commands.common import (
     Device,
     DeviceMap,
@@ -55,7 +55,7 @@ def report(
     """
     check_placement(device, device_map)
     check_texts(text, text_field)
-    name, student, teacher = student, given_model(student), given_model(teacher)
+    name, student, teacher = student, given_student(student), given_model(teacher)
     with library():
         from hf_memmix.conversion.compare import compare_models
         from hf_memmix.conversion.compare_in_turn import compare_in_turn
@@ -111,13 +111,14 @@ def evaluate(
     """
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.saving import atomic_folder, check_not_read, check_target
-    from hf_memmix.training.evaluation.probes.tasks import check_tasks
+    from hf_memmix.training.evaluation.probes.tasks import check_grid, check_tasks
     from hf_memmix.training.text_files import read_text, text_record
 
     check_placement(device, device_map)
     check_target(out_dir, overwrite)
     chosen = check_tasks(tasks)
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
+    check_grid(chosen, samples=samples, **grid)
     text = asset_path("heldout.txt") if text is None else text
     names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
     folders = {role: given_model(name) for role, name in names.items()}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.commands.checks import choice_of_layers, given_model, layers_of, library
+from hf_memmix.commands.checks import choice_of_layers, given_teacher, layers_of, library
 from hf_memmix.commands.common import Json, KeepCount, KeepLayers, out, print_json
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.errors import UserError
@@ -47,7 +47,7 @@ def plan(
     check_mixer_name(mixer)
     keep = choice_of_layers(keep_layers, keep_count)
     keep = "none" if keep is None else keep
-    folder = given_model(teacher)
+    folder = given_teacher(teacher)
     layers_to_keep(keep, layers_of(folder))
     with library():
         from hf_memmix.conversion import convert_model

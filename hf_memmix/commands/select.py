@@ -11,7 +11,14 @@ from typing import Annotated
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.commands.checks import check_placement, check_texts, choice_of_layers, given_model, layers_of
+from hf_memmix.commands.checks import (
+    check_placement,
+    check_texts,
+    choice_of_layers,
+    given_student,
+    given_teacher,
+    layers_of,
+)
 from hf_memmix.commands.common import Device, DeviceMap, Json, KeepCount, KeepLayers, Overwrite
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.measure import BatchSize, Seed, Text
@@ -146,7 +153,7 @@ def select(args) -> None:
     # choices use the development text, reported figures use the held-out text
     args.text = asset_path("dev.txt") if args.text is None else args.text
     check_texts([args.text, *(args.train_text or [])])
-    args.folder, args.students = given_model(args.teacher), [given_model(name) for name in args.student]
+    args.folder, args.students = given_teacher(args.teacher), [given_student(name) for name in args.student]
     if args.kept is not None:
         args.kept.number(layers_of(args.folder))
     if args.stand_in is not None:

@@ -11,7 +11,7 @@ import typer
 
 from hf_memmix import launch
 from hf_memmix.command_options import command
-from hf_memmix.commands.checks import check_device, check_texts, given_model, layers_of, library
+from hf_memmix.commands.checks import check_device, check_texts, given_student, given_teacher, layers_of, library
 from hf_memmix.commands.common import (
     Device,
     Json,
@@ -32,6 +32,7 @@ from hf_memmix.commands.devices import check_processes, choose_device
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.progress import progress, rate_text, tell, tell_reading
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import ATTENTION
 
 OptionalStudent = Annotated[
     Path | None, typer.Option(help="The converted model: a folder or a Hub id.", show_default=False)
@@ -157,7 +158,7 @@ def merge(
     from hf_memmix.conversion.saving import check_not_read, check_target
 
     check_target(out_dir, overwrite)
-    student, parts = given_model(student), [given_model(part) for part in parts]
+    student, parts = given_student(student), [given_student(part) for part in parts]
     check_not_read(out_dir, renewed=[student, *parts])
     with library():
         from hf_memmix.conversion import save_student
@@ -199,7 +200,8 @@ def cache_teacher(
     settings = load_recipe(recipe, block_size=block_size, loss=loss)
     check_target(out_dir, overwrite)
     check_texts(text, text_field)
-    check_not_read(out_dir, teacher := given_model(teacher), *text)
+    check_not_read(out_dir, teacher := given_teacher(teacher), *text)
+    _check_top_k(top_k, teacher)
     with library():
         from hf_memmix.training.data import TokenBlocks
         from hf_memmix.training.teacher_cache import teacher_hash, write_cache
@@ -215,6 +217,14 @@ def cache_teacher(
     else:
         tokens = meta["rows"] * meta["block_size"]
         out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
+
+
+def _check_top_k(top_k: int, teacher: Path) -> None:
+    from hf_memmix.conversion.model_files import read_json
+
+    size = read_json(teacher / "config.json").get("vocab_size")
+    if type(size) is int and top_k > size:
+        raise UserError(f"--top-k is {top_k}, but the teacher has {size} tokens; give at most {size}")
 
 
 def _take_device(args: SimpleNamespace) -> None:
@@ -236,13 +246,22 @@ def _recipe(stage: str, args: SimpleNamespace):
     return settings
 
 
-def _folders_of_models(args: SimpleNamespace) -> tuple[Path | None, Path]:
-    """The folders of student and teacher. Raises ValueError if the output would replace the teacher."""
+def _folders_of_models(args: SimpleNamespace, settings) -> tuple[Path | None, Path]:
+    """The folders of student and teacher.
+
+    Raises:
+        UserError: the output would replace the teacher, one of them is no such model, or the recipe names layers that
+            the student does not have.
+    """
     from hf_memmix.conversion.layer_plan import read_plan
+    from hf_memmix.conversion.model_files import read_json
     from hf_memmix.conversion.saving import check_not_read
 
-    student, teacher = given_model(args.student), given_model(args.teacher)
+    student, teacher = given_student(args.student), given_teacher(args.teacher)
     check_not_read(args.out_dir, teacher)
+    if student is not None:
+        kinds = read_json(student / "config.json")["mixer_types"]
+        settings.layer_slice([layer for layer, kind in enumerate(kinds) if kind != ATTENTION], len(kinds))
     if args.plan is not None:
         read_plan(args.plan, layers_of(teacher))
     return student, teacher
@@ -291,7 +310,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     from hf_memmix.training.run_lock import run_folder
 
     settings = _recipe(stage, args)
-    student, teacher = _folders_of_models(args)
+    student, teacher = _folders_of_models(args, settings)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(args.out_dir, args.resume, args.overwrite) as run_dir:
         _take_device(args)
@@ -342,7 +361,7 @@ def _align_by_streaming(args: SimpleNamespace) -> None:
     from hf_memmix.training.run_lock import check_run_target
 
     settings = _recipe("align", args)
-    student, teacher = _folders_of_models(args)
+    student, teacher = _folders_of_models(args, settings)
     check_run_target(args.out_dir, args.overwrite)
     _take_device(args)
     with library():

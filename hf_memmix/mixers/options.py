@@ -127,10 +127,26 @@ class MixerOptions:
         return copy.deepcopy(cls._checked[key])
 
     @classmethod
-    def _check(cls, options: dict) -> "MixerOptions":
+    def check_each(cls, options: dict) -> None:
+        """Check the names and the bounds of options one by one; `from_dict` also checks whether they fit together.
+
+        Raises:
+            UserError: an option is unknown, or its value is not of its type or outside its bounds.
+        """
+        cls._check_names(options)
+        alone = cls()
+        for name, value in options.items():
+            setattr(alone, name, value)
+
+    @classmethod
+    def _check_names(cls, options: dict) -> None:
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(options) - set(known), key=str):
             raise UserError(f"unknown options {unknown}; known: {known}")
+
+    @classmethod
+    def _check(cls, options: dict) -> "MixerOptions":
+        cls._check_names(options)
         return cls(**options)
 
     def to_dict(self) -> dict:

@@ -91,6 +91,8 @@ def test_bad_text_is_refused():
         report(student, teacher, "some text")
     with pytest.raises(ValueError, match="give the teacher the student came from"):
         report(student, tiny_teacher(layers=2), TOKENS)
+    with pytest.raises(ValueError, match="without memory layers; convert it first"):
+        report(teacher, teacher, TOKENS)
 
 
 def test_a_diverged_student_has_infinite_perplexity():

@@ -99,50 +99,35 @@ def test_commands_with_a_device_map(pair, tmp_path):
 
 
 @pytest.mark.product  # a whole command; its parts have tests
-@pytest.mark.parametrize("given", [True, False])
-def test_select_with_a_device_map_gives_the_same_plan(pair, tmp_path, given):
-    """The teacher is spread; the mixers come from an aligned student or from a new conversion."""
-    student, teacher = pair
-    command = ["select", "--teacher", teacher, "--keep-count", "1", "--text", tmp_path / "text.txt", "--json"]
-    command += ["--tasks", "none", "--length", "64", "--max-tokens", "256"]
-    if given:  # in all layers, so that every layer has a score
-        save_student(convert_model(teacher, "gka"), tmp_path / "all", tiny_tokenizer())
-        command += ["--student", tmp_path / "all"]
-    plans = []
-    for name, options in (("one", []), ("two", ["--device-map", "auto"])):
-        plans.append(result_of(memmix(*command, "--out", tmp_path / f"{name}.json", *options)))
-    assert plans[0]["keep"] == plans[1]["keep"] and plans[0]["mixer"] == plans[1]["mixer"] == "gka"
-    for one, two in zip(plans[0]["layers"], plans[1]["layers"], strict=True):
-        assert one["kl"] == pytest.approx(two["kl"], rel=1e-4) and one["nll"] == pytest.approx(two["nll"], abs=1e-4)
-
-
-@pytest.mark.product  # a whole command; its parts have tests
-def test_a_mixture_of_aligned_students_with_a_device_map(pair, tmp_path):
+@pytest.mark.parametrize("kinds", [[], ["gka"], ["gka", "mamba2"]], ids=["converted", "aligned", "mixture"])
+def test_select_with_a_device_map_gives_the_same_plan(pair, tmp_path, kinds):
+    """The teacher is spread; the mixers come from a new conversion, or from aligned students."""
     _, teacher = pair
-    students = []
-    for kind in ("gka", "mamba2"):
-        save_student(convert_model(teacher, kind), tmp_path / kind, tiny_tokenizer())
-        students += ["--student", tmp_path / kind]
-    command = ["select", "--teacher", teacher, *students, "--text", tmp_path / "text.txt", "--json"]
+    command = ["select", "--teacher", teacher, "--text", tmp_path / "text.txt", "--json"]
     command += ["--tasks", "none", "--length", "64", "--max-tokens", "256"]
+    command += [] if len(kinds) > 1 else ["--keep-count", "1"]
+    for kind in kinds:
+        save_student(convert_model(teacher, kind), tmp_path / kind, tiny_tokenizer())
+        command += ["--student", tmp_path / kind]
     plans = []
     for name, options in (("one", []), ("two", ["--device-map", "auto"])):
         plans.append(result_of(memmix(*command, "--out", tmp_path / f"{name}.json", *options)))
-    assert plans[0]["mixer_types"] == plans[1]["mixer_types"]
-    for one, two in zip(plans[0]["scores"], plans[1]["scores"], strict=True):
-        for kind in ("gka", "mamba2"):
-            assert one["mixers"][kind]["score"] == pytest.approx(two["mixers"][kind]["score"], rel=1e-4)
-    run = memmix("select", "--teacher", teacher, "--mixers", "gka,mamba2", "--out", tmp_path / "x.json",
-                 "--device-map", "auto")  # fmt: skip
-    assert run.exit_code == 1 and "--mixers aligns its candidates" in run.stderr
+    decided, rows = ("mixer_types", "scores") if len(kinds) > 1 else ("keep", "layers")
+    assert plans[0][decided] == plans[1][decided] and plans[0].get("mixer") == plans[1].get("mixer")
+    for one, two in zip(plans[0][rows], plans[1][rows], strict=True):
+        scores = [(one["mixers"][kind]["score"], two["mixers"][kind]["score"]) for kind in kinds if "mixers" in one]
+        for ours, theirs in scores or [(one["kl"], two["kl"]), (one["nll"], two["nll"])]:
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
-def test_wrong_device_maps_are_one_line(pair):
-    student, _ = pair
+def test_wrong_device_maps_are_one_line(pair, tmp_path):
+    student, teacher = pair
     write = ["generate", "--model", student, "--prompt", "the cat"]
-    for options, message in (
-        (["--device-map", "balanced"], "--device-map is 'balanced'; it can be auto"),
-        (["--device-map", "auto", "--device", "cpu"], "--device is 'cpu', but --device-map auto also chooses"),
+    select = ["select", "--teacher", teacher, "--out", tmp_path / "x.json", "--mixers", "gka,mamba2"]
+    for command, message in (
+        ([*write, "--device-map", "balanced"], "--device-map is 'balanced'"),
+        ([*write, "--device-map", "auto", "--device", "cpu"], "--device is 'cpu', but --device-map auto"),
+        ([*select, "--device-map", "auto"], "--mixers aligns its candidates"),
     ):
-        run = memmix(*write, *options)
+        run = memmix(*command)
         assert run.exit_code == 1 and message in " ".join(run.output.split())

@@ -95,9 +95,9 @@ def test_command_needs_config_alone_and_writes_nothing(tmp_path):
         "convert",
         "--teacher",
         tmp_path / "teacher",
+        "--dry-run",
         "--keep-count",
         "0.25",
-        "--dry-run",
         "--option",
         "ridge=0.1",
     ]

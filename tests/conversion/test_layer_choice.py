@@ -1,6 +1,7 @@
 """One reader of layer choices for commands, recipes, plans and Python."""
 
 import json
+import re
 import time
 
 import pytest
@@ -10,35 +11,27 @@ from hf_memmix.conversion.layer_plan import read_plan
 from hf_memmix.training.recipe import Recipe
 
 
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [("2", [2]), ("0-3,8", [0, 1, 2, 3, 8]), (" 8 , 1 - 2", [1, 2, 8]), ("5-5", [5]), ("none", []), ("08", [8])],
-)
-def test_layers_by_index(text, layers):
-    choice = LayerChoice.listed(text, "--keep-layers")
-    assert choice.layers(9) == layers and choice.number(9) == len(layers)
-    assert layers_to_keep(text, 9) == layers_to_keep(choice, 9) == layers
+def test_layers_by_index():
+    cases = {"2": [2], "0-3,8": [0, 1, 2, 3, 8], " 8 , 1 - 2": [1, 2, 8], "5-5": [5], "none": [], "08": [8]}
+    for text, layers in cases.items():
+        choice = LayerChoice.listed(text, "--keep-layers")
+        assert choice.layers(9) == layers and choice.number(9) == len(layers)
+        assert layers_to_keep(text, 9) == layers_to_keep(choice, 9) == layers
 
 
-@pytest.mark.parametrize(
-    ("text", "layers"), [("2", [2, 6]), ("0.25", [2, 6]), ("1", [4]), ("8", list(range(8))), ("0.01", [4])]
-)
-def test_layers_by_count(text, layers):
-    choice = LayerChoice.counted(text, "--keep-count")
-    assert choice.layers(8) == layers and choice.number(8) == len(layers)
+def test_layers_by_count():
+    for text, layers in {"2": [2, 6], "0.25": [2, 6], "1": [4], "8": list(range(8)), "0.01": [4]}.items():
+        choice = LayerChoice.counted(text, "--keep-count")
+        assert choice.layers(8) == layers and choice.number(8) == len(layers)
 
 
-@pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1-", "1,,2", "0.5", "1;2", "1 2", "1-2-3", "²", "9" * 30])
-def test_errors_of_bad_lists_name_option_value_and_remedy(text):
-    with pytest.raises(ValueError, match='--keep-layers is .*e.g. "0-3,8"') as refused:
-        LayerChoice.listed(text, "--keep-layers")
-    assert repr(text) in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["", "x", "0", "-2", "0.0", "1.0", "1.5", "nan.", "inf", "-0.5", "1,2"])
-def test_bad_counts_are_refused(text):
-    with pytest.raises(ValueError, match="--keep-count is .*; give a number of layers"):
-        LayerChoice.counted(text, "--keep-count")
+def test_errors_name_option_value_and_remedy():
+    for text in ("", "x", "3-1", "-1", "1-", "1,,2", "0.5", "1;2", "1 2", "1-2-3", "²", "9" * 30):
+        with pytest.raises(ValueError, match=f'--keep-layers is {re.escape(repr(text))}.*e.g. "0-3,8"'):
+            LayerChoice.listed(text, "--keep-layers")
+    for text in ("", "x", "0", "-2", "0.0", "1.0", "1.5", "nan.", "inf", "-0.5", "1,2"):
+        with pytest.raises(ValueError, match="--keep-count is .*; give a number of layers"):
+            LayerChoice.counted(text, "--keep-count")
 
 
 def test_missing_layers_and_repeated_layers_are_refused():

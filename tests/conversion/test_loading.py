@@ -1,5 +1,6 @@
 """Folders that are not what they say: each is refused in one line that names the folder, the fault and a remedy."""
 
+import itertools
 import json
 import math
 import os
@@ -48,14 +49,17 @@ def refused(folder, message, load=load_model):
 # ---- tensors without a partner
 
 
+def test_tensors_that_are_not_there(tmp_path):
+    """The library would fill missing tensors with random numbers."""
+    convert_model(tiny_teacher()).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.pop(Q_WEIGHT))
+    refused(tmp_path, f"lacks 1 tensors.*{Q_WEIGHT}")
+
+
 def test_more_layers_than_the_config_names(tmp_path):
     edit_config(saved(tmp_path, layers=4), num_hidden_layers=2)
-    refused(
-        tmp_path,
-        r"18 tensors that a model of its config.json does not have.*model.layers.2.input_layernorm.weight, .* \.\.\.",
-    )
-    with pytest.raises(ValueError, match="[Tt]hey would be lost"):
-        convert_model(tmp_path)
+    for load in (load_model, convert_model):
+        refused(tmp_path, r"18 tensors .*model.layers.2.input_layernorm.weight, .* \.\.\.", load)
 
 
 @pytest.mark.parametrize("mixer", ["", *CONVERTIBLE])
@@ -64,10 +68,7 @@ def test_biases_that_the_config_does_not_name(tmp_path, mixer):
     teacher = tiny_teacher(layers=2)
     (convert_model(teacher, mixer) if mixer else teacher).save_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.1.self_attn.nosuch.bias": torch.ones(32)}))
-    refused(
-        tmp_path,
-        "1 tensors that a model of .* does not have: model.layers.1.self_attn.nosuch.bias. They would be lost",
-    )
+    refused(tmp_path, "1 tensors .*: model.layers.1.self_attn.nosuch.bias")
 
 
 def test_tensors_of_mixers_that_are_not_in_the_config(tmp_path):
@@ -76,17 +77,15 @@ def test_tensors_of_mixers_that_are_not_in_the_config(tmp_path):
     refused(tmp_path, "does not have: model.layers.0.self_attn.A_log")
 
 
-@pytest.mark.parametrize(
-    ("family", "tensors"),
-    [
-        ("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
-        ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
-        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.masked_bias"]),
-    ],
-)
-def test_masks_and_angles_of_old_checkpoints_are_ignored(tmp_path, family, tensors):
-    edit_tensors(saved(tmp_path, family), lambda t: t.update({name: torch.ones(1) for name in tensors}))
-    load_model(tmp_path)
+def test_masks_and_angles_of_old_checkpoints_are_ignored(tmp_path):
+    for family, prefix, names in (
+        ("llama", "model.layers.0.self_attn.rotary_emb", ["inv_freq"]),
+        ("gpt2", "transformer.h.0.attn", ["bias", "masked_bias"]),
+        ("gpt_neox", "gpt_neox.layers.0.attention", ["bias", "masked_bias"]),
+    ):
+        folder, old = saved(tmp_path / family, family), {f"{prefix}.{name}": torch.ones(1) for name in names}
+        edit_tensors(folder, lambda t, old=old: t.update(old))
+        load_model(folder)
 
 
 def test_tensors_of_another_shape(tmp_path):
@@ -111,17 +110,18 @@ def test_tied_output_projection_that_differs_is_refused(tmp_path):
 # ---- values
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_not_finite(tmp_path, value, dtype):
-    teacher = tiny_teacher(layers=2).to(dtype)
-    with torch.no_grad():
-        teacher.get_parameter(UP)[3, 2] = value
-        teacher.get_parameter(Q_WEIGHT)[0, 0] = value
-    teacher.save_pretrained(tmp_path)
-    refused(tmp_path, f"NaN or infinite values in 2 tensors: {UP}, {Q_WEIGHT}|{Q_WEIGHT}, {UP}")
-    with pytest.raises(ValueError, match=f"the teacher has NaN .* {UP}"):
-        convert_model(teacher)
+def test_weights_that_are_not_finite(tmp_path):
+    for i, (value, dtype) in enumerate(
+        itertools.product((math.nan, math.inf, -math.inf), (torch.float32, torch.bfloat16))
+    ):
+        teacher, folder = tiny_teacher(layers=2).to(dtype), tmp_path / str(i)
+        with torch.no_grad():
+            teacher.get_parameter(UP)[3, 2] = value
+            teacher.get_parameter(Q_WEIGHT)[0, 0] = value
+        teacher.save_pretrained(folder)
+        refused(folder, f"NaN or infinite values in 2 tensors: ({UP}, {Q_WEIGHT}|{Q_WEIGHT}, {UP})")
+        with pytest.raises(ValueError, match=f"the teacher has NaN .* {UP}"):
+            convert_model(teacher)
 
 
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
@@ -169,7 +169,7 @@ def test_a_conversion_reads_every_weight_once_for_this_check(tmp_path, monkeypat
         ({"num_hidden_layers": 0}, "num_hidden_layers 0 .*at least 1"),
         ({"num_attention_heads": 0}, "num_attention_heads 0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*must be a multiple of num_key_value_heads, 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*multiple of num_key_value_heads, 3"),
         ({"head_dim": -8}, "head_dim -8"),
         ({"vocab_size": 0}, "vocab_size 0"),
         ({"hidden_act": "nosuch"}, "hidden_act 'nosuch'.*silu"),
@@ -178,27 +178,21 @@ def test_a_conversion_reads_every_weight_once_for_this_check(tmp_path, monkeypat
         ({"num_hidden_layers": "2"}, "impossible values.*num_hidden_layers"),
         ({"dtype": "nosuch"}, "impossible values.*nosuch"),
         ({"model_type": "nosuch"}, "impossible values.*nosuch"),
-        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized by 'fp8'.*orig"),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized by 'fp8'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("load", [load_model, read_config, meta_teacher])
-def test_impossible_configs(tmp_path, fields, message, load):
+def test_impossible_configs(tmp_path, fields, message):
     edit_config(saved(tmp_path), **fields)
-    refused(tmp_path, message, load)
+    for load in (load_model, read_config, meta_teacher):
+        refused(tmp_path, message, load)
 
 
-@pytest.mark.parametrize(("family", "field"), [("gpt2", "activation_function"), ("gemma2", "hidden_activation")])
-def test_activations_under_other_names(tmp_path, family, field):
-    edit_config(saved(tmp_path, family), **{field: "nosuch"})
-    refused(tmp_path, f"{field} 'nosuch'")
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "no JSON object"), ("{}", "model_type")])
-def test_files_that_are_not_a_config(tmp_path, text, message):
-    (saved(tmp_path) / "config.json").write_text(text)
-    refused(tmp_path, message)
+def test_activations_under_other_names(tmp_path):
+    for family, field in (("gpt2", "activation_function"), ("gemma2", "hidden_activation")):
+        edit_config(saved(tmp_path / family, family), **{field: "nosuch"})
+        refused(tmp_path / family, f"{field} 'nosuch'")
 
 
 # ---- files
@@ -226,12 +220,15 @@ def test_shards(tmp_path):
     refused(tmp_path, "lacks the weight files nosuch.safetensors")
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 1000])
-def test_files_that_are_not_safetensors(tmp_path, content):
-    (saved(tmp_path) / "model.safetensors").write_bytes(content)
-    refused(tmp_path, "corrupt or truncated weights")
+def test_files_that_are_not_what_they_say(tmp_path):
+    for content in (b"", b"x" * 1000):
+        (saved(tmp_path) / "model.safetensors").write_bytes(content)
+        refused(tmp_path, "corrupt or truncated weights")
     (tmp_path / "model.safetensors").unlink()
     refused(tmp_path, "a config.json but no weights")
+    for text, message in (("{", "is not JSON"), ("[]", "no JSON object"), ("{}", "model_type")):
+        (tmp_path / "config.json").write_text(text)
+        refused(tmp_path, message)
 
 
 class Touch:
@@ -257,10 +254,10 @@ def test_pickles(tmp_path):
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_tensors_that_the_config_does_not_mention(tmp_path, dtype):
-    edit_tensors(saved(tmp_path), lambda t: t.update({Q_WEIGHT: t[Q_WEIGHT].to(dtype)}))
-    refused(tmp_path, f"1 weights of the type .*{Q_WEIGHT}.*original weights")
+def test_quantized_tensors_that_the_config_does_not_mention(tmp_path):
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        edit_tensors(saved(tmp_path), lambda t, dtype=dtype: t.update({Q_WEIGHT: t[Q_WEIGHT].to(dtype)}))
+        refused(tmp_path, f"1 weights of the type .*{Q_WEIGHT}")
 
 
 def test_mxfp4_is_read_as_plain_weights(tmp_path):
@@ -332,14 +329,13 @@ def test_no_broken_file_of_a_teacher_is_replaced_by_a_default(tmp_path, name):
     convert_model(tmp_path / "teacher", out=tmp_path / "student")
 
 
-@pytest.mark.parametrize("place", ["file", "folder", "beside a tokenizer", "named so"])
-def test_gguf_is_refused_as_quantized_weights(tmp_path, place):
-    folder = tmp_path / ("Some-Model-GGUF" if place == "named so" else "teacher")
-    folder.mkdir()
-    if place != "named so":
-        (folder / "model-q4.gguf").write_bytes(b"GGUF")
-    if place == "beside a tokenizer":
-        (folder / "tokenizer.json").write_text("{}")
-    given = folder / "model-q4.gguf" if place == "file" else folder
-    with pytest.raises(ValueError, match="holds weights quantized by 'gguf'.*bf16.*memmix import-gguf "):
-        convert_model(given, out=tmp_path / "student")
+def test_gguf_is_refused_as_quantized_weights(tmp_path):
+    folder, named = tmp_path / "teacher", tmp_path / "Some-Model-GGUF"
+    folder.mkdir(), named.mkdir()
+    (folder / "model-q4.gguf").write_bytes(b"GGUF")
+    for given in (folder / "model-q4.gguf", folder, named):
+        with pytest.raises(ValueError, match="quantized by 'gguf'.*memmix import-gguf "):
+            convert_model(given, out=tmp_path / "student")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="quantized by 'gguf'"):
+        convert_model(folder, out=tmp_path / "student")

@@ -22,6 +22,7 @@ from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.train import align, distill
 from testing import MIXERS as TINY
+from tiny_runs import changed, weights
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -29,9 +30,8 @@ LAYERS = {"ska": [1], "attention": [0], "mamba2": "rest"}
 TYPES = ["attention", "ska", "mamba2", "mamba2"]
 
 
-@pytest.mark.parametrize(
-    ("layers", "types"),
-    [
+def test_ways_to_write_a_mixture():
+    for layers, types in (
         (LAYERS, TYPES),
         ("ska=1 attention=0 mamba2=rest", TYPES),
         (" mamba2=rest  ska=1-1 attention=0 ", TYPES),
@@ -42,10 +42,8 @@ TYPES = ["attention", "ska", "mamba2", "mamba2"]
         ({"attention": [], "gka": "rest"}, ["gka"] * 4),
         ({"lattice": "0-3"}, ["lattice"] * 4),
         ("echo", ["mamba2", "ska", "ska", "mamba2"]),
-    ],
-)
-def test_ways_to_write_a_mixture(layers, types):
-    assert mixer_types_of(layers, 4) == types
+    ):
+        assert mixer_types_of(layers, 4) == types
 
 
 def test_the_preset_is_the_layout_of_the_papers_models():
@@ -57,57 +55,44 @@ def test_the_preset_is_the_layout_of_the_papers_models():
         mixer_types_of("echo", 3)
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ({"ska": [3, 1], "mamba2": [1], "gka": "rest"}, "layers gives layer 1 to ska and to mamba2"),
+def test_mistakes_in_a_mixture_are_one_clear_line():
+    for layers, message in (
+        ({"ska": [3, 1], "mamba2": [1], "gka": "rest"}, "gives layer 1 to ska and to mamba2"),
         ({"ska": [1, 1], "gka": "rest"}, "layers of ska is .*names a layer twice"),
         ({"ska": [4], "gka": "rest"}, "names layers 4, but there are layers 0 to 3"),
-        ({"ska": [0], "gka": [3]}, 'leaves layers 1-2 without a mixer; name them, or give one mixer "rest"'),
+        ({"ska": [0], "gka": [3]}, "leaves layers 1-2 without a mixer"),
         ({"ska": "rest", "gka": "rest"}, 'gives "rest" to ska and to gka'),
-        ({"nosuch": "rest"}, "names 'nosuch', which is not a mixer; known: attention, "),
+        ({"nosuch": "rest"}, "names 'nosuch', .* attention, "),
         ("ska=1 nosuch=rest", "names 'nosuch', which is not a mixer"),
         (["gka", "nosuch", "gka", "gka"], "names 'nosuch', which is not a mixer"),
         (["gka"] * 3, "has 3 entries, but there are 4 layers"),
-        ({"attention": "rest"}, "keeps attention in all 4 layers, so nothing is left to convert"),
+        ({"attention": "rest"}, "all 4 layers"),
         ("ska=1 ska=2 gka=rest", "names ska twice"),
         ("ska=1, 2 gka=rest", "give layers by mixer, e.g."),
         ("nosuch", "or a preset: echo"),
         ("", "is empty"),
-        ({"ska": None, "gka": "rest"}, "layers of ska is None; give a list"),
-        ({"ska": 3, "gka": "rest"}, "layers of ska is 3; give a list"),
-        ({"ska": {}, "gka": "rest"}, "layers of ska is {}; give a list"),
-        (7, "layers is 7; give layers by mixer"),
-    ],
-)
-def test_mistakes_in_a_mixture_are_one_clear_line(layers, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        mixer_types_of(layers, 4)
-    assert "\n" not in str(refused.value)
+        ({"ska": None, "gka": "rest"}, "layers of ska is None"),
+        ({"ska": 3, "gka": "rest"}, "layers of ska is 3"),
+        ({"ska": {}, "gka": "rest"}, "layers of ska is {}"),
+        (7, "layers is 7"),
+    ):
+        with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
+            mixer_types_of(layers, 4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layers": LAYERS, "mixer": "gka"}, "it replaces mixer and keep"),
-        ({"layers": LAYERS, "keep": [0]}, "it replaces mixer and keep"),
-        (
-            {"layers": LAYERS, "mixers": {"gka": {}}},
-            "has options of 'gka', but no layer uses it; used here: ska",
-        ),
-        ({"mixer": "gka", "mixers": {"ska": {}}}, "has options of 'ska', but no layer uses it"),
-        (
-            {"layers": LAYERS, "rank": 4},
-            "rank is an option of one mixer, but the layers use ska, mamba2",
-        ),
+def test_mistakes_in_arguments():
+    for arguments, message in (
+        ({"layers": LAYERS, "mixer": "gka"}, "replaces mixer and keep"),
+        ({"layers": LAYERS, "keep": [0]}, "replaces mixer and keep"),
+        ({"layers": LAYERS, "mixers": {"gka": {}}}, "options of 'gka', .* used here: ska"),
+        ({"mixer": "gka", "mixers": {"ska": {}}}, "options of 'ska', but no layer uses it"),
+        ({"layers": LAYERS, "rank": 4}, "rank is an option of one mixer, but the layers use ska, mamba2"),
         ({"mixer": "gka", "mixers": {"gka": {"ridge": 0.5}}, "ridge": 0.25}, r"ridge=0\.25.*gka.*0\.5"),
         ({"layers": LAYERS, "mixers": {"ska": 3}}, "give options by mixer"),
         ({"layers": LAYERS, "mixers": {"ska": {"nosuch": 3}}}, "nosuch"),
-    ],
-)
-def test_mistakes_in_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        convert_model(tiny_teacher(layers=4), **arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_model(tiny_teacher(layers=4), **arguments)
 
 
 def test_a_mixture_of_one_mixer_is_the_old_conversion():
@@ -165,13 +150,8 @@ def test_what_a_mixture_costs():
     student = convert_model(teacher, layers=LAYERS)
     found = estimate(tiny_teacher(layers=4), layers=LAYERS, contexts=(64,))
     assert found["mixer"] is None and found["layers"] == TYPES and set(found["options"]) == {"ska", "mamba2"}
-    assert found["state"] == [
-        {
-            "context": 64,
-            "teacher": found["state"][0]["teacher"],
-            "student": Footprint.of(student.config, teacher.dtype).total(64),
-        }
-    ]
+    (row,) = found["state"]
+    assert row["context"] == 64 and row["student"] == Footprint.of(student.config, teacher.dtype).total(64)
     alone = [estimate(tiny_teacher(layers=4), kind, contexts=(64,)) for kind in ("ska", "mamba2")]
     assert len({row["state"][0]["student"] for row in [found, *alone]}) == 3
     assert found["counts"] == student.conversion_report.counts()
@@ -184,18 +164,13 @@ def test_a_mixture_is_aligned_and_distilled(tmp_path):
     tokenizer = tiny_tokenizer()
     ids = torch.tensor(tokenizer(tiny_text(1200), add_special_tokens=False)["input_ids"])
     data, options = TokenBlocks(ids, 16), {"batch_size": 4, "block_size": 16, "trainer": {"disable_tqdm": True}}
-    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    before = weights(student)
     for stage in (align, distill):
         done = stage(student, teacher, data, tmp_path / stage.__name__, steps=12, learning_rate=3e-3, **options)
         assert done["last_loss"] < done["first_loss"]
         if stage is align:
-            moved = {
-                name.split(".")[2]
-                for name, tensor in student.state_dict().items()
-                if not torch.equal(tensor, before[name])
-            }
+            moved = {name.split(".")[2] for name in changed(student, before)}
             assert moved == {"1", "2", "3"}  # the mixers of both kinds, and nothing else
-    assert student(IDS).logits.isfinite().all()
 
 
 def test_mixers_are_taken_from_several_trained_students(tmp_path):
@@ -348,23 +323,19 @@ def test_commands_with_a_mixture(workspace):
     assert all(torch.equal(tensors[name], source[name]) for name in source)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_on_the_command_line(workspace):
+    for arguments, message in (
         (["--layers", "ska=1 gka=1 mamba2=rest"], "--layers gives layer 1 to ska and to gka"),
         (["--layers", "ska=9 mamba2=rest"], "--layers of ska is '9'; it names layers 9"),
         (["--layers", "ska=1"], "--layers leaves layers 0,2-3 without a mixer"),
-        (["--layers", "echo", "--mixer", "gka"], "--layers is 'echo', but --mixer also chooses the mixers"),
-        (["--layers", "echo", "--keep-layers", "0"], "--layers also says which layers stay attention"),
+        (["--layers", "echo", "--mixer", "gka"], "--layers is 'echo', but --mixer"),
+        (["--layers", "echo", "--keep-layers", "0"], "--layers also says"),
         (["--layers", "echo", "--option", "rank=4"], "rank is an option of one mixer"),
-        (["--layers", "echo", "--option", "gka.ridge=1.0"], "has options of 'gka', but no layer uses it"),
+        (["--layers", "echo", "--option", "gka.ridge=1.0"], "options of 'gka', but no layer uses it"),
         (["--option", "gka.ridge=1.0", "--option", "ridge=2.0"], "gka.ridge"),
         (["--option", "ridge=1.0", "--option", "ridge=2.0"], "ridge"),
         (["--layers", "echo", "--option", ".ridge=1.0"], "is not NAME=VALUE"),
-    ],
-)
-def test_mistakes_on_the_command_line(workspace, arguments, message):
-    run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", *arguments)
-    assert run.exit_code == 1 and "Traceback" not in run.output
-    last = run.output.splitlines()[-1]
-    assert last.startswith("error:") and message in last and not (workspace / "s").exists()
+    ):
+        run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", *arguments)
+        *_, last = run.output.splitlines()
+        assert run.exit_code == 1 and last.startswith("error:") and message in last and not (workspace / "s").exists()

@@ -37,6 +37,10 @@ def names_in(folder):
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_a_folder_is_overwritten_and_nothing_is_left_beside_it(path, swaps, monkeypatch):
+    with pytest.raises(ValueError, match="exists and is not empty"), saving.atomic_folder(path):
+        pass
+    with pytest.raises(ValueError, match="is a file"), saving.atomic_folder(path / "weights"):
+        pass
     if not swaps:
         monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
     with saving.atomic_folder(path, overwrite=True) as folder:
@@ -104,26 +108,23 @@ def test_nothing_in_the_product_replaces_a_folder_by_its_own_rule():
     assert users == {"conversion/saving.py"} | own
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (OSError(errno.EACCES, "Permission denied"), "This user may not write there: change the permissions"),
-        (OSError(errno.EROFS, "Read-only file system"), "This user may not write there"),
+def test_a_failed_write_names_its_cause_and_the_remedy_for_it():
+    for error, told in (
+        (OSError(errno.EACCES, "Permission denied"), "change the permissions"),
+        (OSError(errno.EROFS, "Read-only file system"), "This user may not write"),
         (OSError(errno.ENOSPC, "No space left on device"), "make room"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "make room"),
         (OSError(errno.ELOOP, "Too many levels of symbolic links"), "Give another folder"),
         (SafetensorError("Error: IoError(Os { os error 28 })"), "make room"),
-        (SafetensorError("I/O error: Permission denied (os error 13)"), "This user may not write there"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "This user may not write"),
         (RuntimeError("PytorchStreamWriter failed writing file"), "make room"),
-    ],
-)
-def test_a_failed_write_names_its_cause_and_the_remedy_for_it(error, told):
-    with (
-        pytest.raises(ValueError, match="cannot write 'out'") as caught,
-        saving.explain_write_errors("out", "make room"),
     ):
-        raise error
-    assert told in str(caught.value) and ("make room" in str(caught.value)) == (told == "make room")
+        with (
+            pytest.raises(ValueError, match="cannot write 'out'") as caught,
+            saving.explain_write_errors("out", "make room"),
+        ):
+            raise error
+        assert told in str(caught.value) and ("make room" in str(caught.value)) == (told == "make room")
 
 
 @pytest.mark.parametrize("out", [".", "..", ""])

@@ -217,7 +217,5 @@ def test_a_second_start_of_a_mixer_is_refused():
 
 def test_mixers_without_a_start_are_refused_by_name(monkeypatch):
     monkeypatch.delitem(STARTS, "ska")
-    with pytest.raises(ValueError, match=r"'ska' cannot start from attention.* from scratch; .* can: .*gka.*mamba2"):
+    with pytest.raises(ValueError, match=r"'ska' cannot start from attention.* can: .*gka.*mamba2"):
         convert_model(tiny_teacher(), "ska")
-    with pytest.raises(ValueError, match="mixer 'nosuch' is unknown; registered: .*gka"):
-        convert_model(tiny_teacher(), "nosuch")

@@ -23,6 +23,7 @@ from hf_memmix.conversion.streaming.stream import write_description
 from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.mixers import MIXERS
 from testing import every_third, in_turn
+from tiny_runs import contents
 from tiny_teachers import CONVERTIBLE, tiny_teacher, tiny_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -32,10 +33,6 @@ def saved(folder, family="llama", layers=3, dtype=torch.float32, **options):
     save_options = {name: options.pop(name) for name in ("max_shard_size", "save_original_format") if name in options}
     tiny_teacher(family, layers, **options).to(dtype).save_pretrained(folder, **save_options)
     return folder
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def edit(folder, change, file="model.safetensors"):
@@ -80,22 +77,19 @@ def test_every_mixer(family, mixer, tmp_path):
 
 
 def test_tokenizer_and_generation_settings(tmp_path):
-    teacher = saved(tmp_path / "teacher")
-    tiny_tokenizer().save_pretrained(teacher)
-    settings = json.loads((teacher / "generation_config.json").read_text()) | {"do_sample": True, "temperature": 0.7}
-    (teacher / "generation_config.json").write_text(json.dumps(settings))
-    files = assert_streams_like_memory(teacher, tmp_path)
-    assert b'"temperature": 0.7' in files["generation_config.json"] and "tokenizer.json" in files
-
-
-@pytest.mark.parametrize("settings", ["absent", "in config.json"])
-def test_teacher_without_generation_settings(settings, tmp_path):
-    teacher = saved(tmp_path / "teacher")
-    (teacher / "generation_config.json").unlink()
-    if settings == "in config.json":
-        config = json.loads((teacher / "config.json").read_text())
-        (teacher / "config.json").write_text(json.dumps(config | {"temperature": 0.7, "do_sample": True}))
-    assert_streams_like_memory(teacher, tmp_path)
+    """Settings in their file, in config.json, and absent."""
+    for place in ("own file", "config.json", "nowhere"):
+        work = tmp_path / place
+        teacher = saved(work / "teacher")
+        tiny_tokenizer().save_pretrained(teacher)
+        if place != "own file":
+            (teacher / "generation_config.json").unlink()
+        if place != "nowhere":
+            file = teacher / ("config.json" if place == "config.json" else "generation_config.json")
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, "temperature": 0.7}))
+        files = assert_streams_like_memory(teacher, work)
+        assert (b'"temperature": 0.7' in files["generation_config.json"]) == (place != "nowhere")
+        assert "tokenizer.json" in files
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -215,13 +209,6 @@ def test_folders_that_cannot_be_streamed_are_converted_in_memory(kind, tmp_path)
         convert_model(teacher, out=tmp_path / "again")
     run = memmix("convert", "--teacher", teacher, "--out", tmp_path / "third")
     assert run.exit_code == 0 and reason in run.stderr
-
-
-def test_a_model_in_memory_is_converted_and_written(tmp_path):
-    teacher = tiny_teacher()
-    student = convert_model(teacher, keep=[1], out=tmp_path / "out")
-    save_student(convert_model(teacher, keep=[1]), tmp_path / "memory")
-    assert student.device.type == "cpu" and contents(tmp_path / "out") == contents(tmp_path / "memory")
 
 
 # ---- refusals: one line, and nothing is left

@@ -44,7 +44,7 @@ def test_a_row_that_is_cut_in_a_document_begins_like_a_document():
     assert [row for row, _ in rows] == [[BOS, 10, END, BOS, 20], [BOS, 21, 22, END]]
     assert [places for _, places in rows] == [[0, 1, 2, 0, 1], [0, 1, 2, 3]]
     assert [row for row, _ in cut_rows([[BOS, 10, 11, END]], 3, [])] == [[BOS, 10, 11], [END]]
-    with pytest.raises(ValueError, match="rows of 1 tokens have no room behind the 1 tokens that begin a text"):
+    with pytest.raises(ValueError, match="rows of 1 tokens .* 1 tokens that begin a text"):
         list(cut_rows([[BOS, 10]], 1, [BOS]))
 
 
@@ -134,11 +134,8 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("tokenizer", ["bos", "plain"])
 def test_every_row_that_a_command_reads_begins_with_bos(workspace, tmp_path, seen, name, tokenizer):
-    places = {
-        "student": workspace / tokenizer / "student",
-        "out": tmp_path / "out",
-        "plan.json": tmp_path / "plan.json",
-    }
+    places = {name: tmp_path / name for name in ("out", "plan.json")}
+    places["student"] = workspace / tokenizer / "student"
     command = [places.get(part, part) for part in COMMANDS[name]]
     result = memmix(*command, "--teacher", workspace / tokenizer / "teacher", "--text", workspace / "text.txt")
     assert result.exit_code == 0, result.output

@@ -1,22 +1,23 @@
 """Training within a budget: LoRA over frozen bf16, 4-bit and 8-bit matrices, optimizers of small states."""
 
-import copy
 import importlib.util
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.training import quantized
-from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teachers import add_lora, lora_layers, quantize_frozen, share_weights
 from hf_memmix.training.train import train
 from hf_memmix.training.trainer_arguments import training_arguments
+from tiny_runs import StopBefore, Stopped, changed, random_rows, weights
 from tiny_teachers import tiny_teacher
 
 OPTIONS = {"stage": "distill", "steps": 3, "batch_size": 4, "block_size": 16, "learning_rate": 1e-3}
+LORA = {**OPTIONS, "teacher": "lora", "lora_mixers": True, "lora_rank": 4}
 MISSING = {name for name, package in quantized.PACKAGES.items() if importlib.util.find_spec(package) is None}
 # the packages are optional
 PRECISIONS = [
@@ -25,76 +26,65 @@ PRECISIONS = [
 ]
 
 
-def rows():
-    return TokenBlocks(torch.randint(3, 64, (640,), generator=torch.Generator().manual_seed(0)), 16)
-
-
 def pair(kind="gka", **fields):
     teacher = tiny_teacher("llama", layers=2, hidden_size=64, **fields)
     return teacher, convert_model(teacher, kind, keep=[1])
 
 
+class Look(TrainerCallback):
+    """Calls a function at an event of the training."""
+
+    def __init__(self, event, see):
+        setattr(self, event, lambda args, state, control, **kwargs: see(kwargs))
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("quantize", PRECISIONS)
 def test_a_student_with_lora_trains_merges_and_predicts_as_before_the_merge(tmp_path, quantize, bf16):
+    """Also with recomputed activations and an optimizer of small states."""
     teacher, student = pair()
     if bf16:
         teacher, student = teacher.bfloat16(), convert_model(teacher.bfloat16(), "gka", keep=[1])
-    recipe = Recipe(**OPTIONS, teacher="lora", lora_mixers=True, quantize=quantize, lora_rank=4, bf16=bf16)
-    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
-    seen = {}
+    more = {"gradient_checkpointing": True, "chunk_tokens": 8}
+    if "4bit" not in MISSING:
+        more["trainer"] = {"optim": "paged_adamw_8bit", "use_cpu": True}
+    before, seen = {name: tensor.float() for name, tensor in weights(student).items()}, {}
 
-    from transformers import TrainerCallback
+    def look(kwargs):
+        layers = lora_layers(student)
+        seen["layers"], seen["dtypes"] = set(layers), {str(m.base_layer.weight.dtype) for m in layers.values()}
+        seen["logits"] = None if bf16 else student.eval()(torch.arange(3, 19)[None]).logits.float()
 
-    class Look(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            layers = lora_layers(student)
-            seen["layers"], seen["dtypes"] = set(layers), {str(m.base_layer.weight.dtype) for m in layers.values()}
-            seen["logits"] = student.eval()(torch.arange(3, 19)[None]).logits.float() if not bf16 else None
-
-    result = train(student, teacher, rows(), tmp_path, recipe=recipe, callbacks=[Look()])
+    recipe = Recipe(**LORA, quantize=quantize, bf16=bf16, **more)
+    result = train(student, teacher, random_rows(40), tmp_path, recipe=recipe, callbacks=[Look("on_train_end", look)])
     assert torch.tensor(result["last_loss"]).isfinite()
     expected = {f"model.layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in ("gate", "up", "down")}
     expected |= {f"model.layers.{i}.self_attn.{name}_proj" for i in (0, 1) for name in "qkvo"}
     assert seen["layers"] == expected | {"model.layers.0.self_attn.g_proj"}
     stored = "torch.bfloat16" if bf16 else "torch.float32"
     assert seen["dtypes"] == {"torch.uint8" if quantize == "4bit" else stored}
-    trained = student.state_dict()
-    assert trained.keys() == before.keys()
     assert all(type(p) is torch.nn.Parameter and p.is_floating_point() for p in student.parameters())
-    changed = {name for name in before if not torch.equal(before[name].float(), trained[name].float())}
-    assert "model.layers.0.self_attn.a_proj.weight" in changed and "model.embed_tokens.weight" not in changed
-    if not bf16:
-        merged = student(torch.arange(3, 19)[None]).logits
-        assert torch.allclose(merged, seen["logits"], rtol=1e-4, atol=1e-4)
+    merged = None if bf16 else student(torch.arange(3, 19)[None]).logits
+    moved = changed(student.float(), before)
+    assert "model.layers.0.self_attn.a_proj.weight" in moved and "model.embed_tokens.weight" not in moved
+    assert bf16 or torch.allclose(merged, seen["logits"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.product  # its parts have tests
 @pytest.mark.parametrize("quantize", PRECISIONS)
 def test_an_interrupted_run_with_lora_ends_like_a_whole_one(tmp_path, quantize):
-    from transformers import TrainerCallback
-
-    class Stop(Exception):
-        pass
-
-    class Interrupt(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise Stop
-
-    teacher, whole = pair()
-    broken, resumed = copy.deepcopy(whole), copy.deepcopy(whole)
-    recipe = Recipe(**OPTIONS, teacher="lora", lora_mixers=True, quantize=quantize, lora_rank=4, save_every=1)
-    train(whole, copy.deepcopy(teacher), rows(), tmp_path / "whole", recipe=recipe)
-    with pytest.raises(Stop):
-        train(broken, copy.deepcopy(teacher), rows(), tmp_path / "run", recipe=recipe, callbacks=[Interrupt()])
-    train(resumed, copy.deepcopy(teacher), rows(), tmp_path / "run", recipe=recipe)
-    ours, theirs = whole.state_dict(), resumed.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    students, recipe = [], Recipe(**LORA, quantize=quantize, save_every=1)
+    for folder, callbacks in (("whole", []), ("run", [StopBefore(2)]), ("run", [])):
+        teacher, student = pair()
+        students.append(student)
+        try:
+            train(student, teacher, random_rows(40), tmp_path / folder, recipe=recipe, callbacks=callbacks)
+        except Stopped:
+            assert callbacks
+    assert not changed(students[2], weights(students[0]))
     if quantize != "none":
         with pytest.raises(ValueError, match="belongs to another run .*recipe.quantize was .*, is none"):
-            train(copy.deepcopy(whole), teacher, rows(), tmp_path / "run", recipe=Recipe(**OPTIONS, teacher="lora",
-                  lora_mixers=True, lora_rank=4, save_every=1))  # fmt: skip
+            train(student, teacher, random_rows(40), tmp_path / "run", recipe=Recipe(**LORA, save_every=1))
 
 
 @pytest.mark.parametrize("quantize", PRECISIONS[1:])
@@ -145,26 +135,9 @@ def test_matrices_are_rounded_where_they_are_trained(tmp_path, quantize, monkeyp
 
     monkeypatch.setattr(teachers, "quantized_linear", watched)
     teacher, student = pair()
-    recipe = Recipe(**OPTIONS, teacher="lora", lora_mixers=True, quantize=quantize, lora_rank=4)
-    arguments = training_arguments(recipe, tmp_path)
-    train(student, teacher, rows(), tmp_path, recipe=recipe)
-    assert places and set(places) == {arguments.device}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"quantize": "3bit"}, "quantize is '3bit'; it must be one of none, 4bit, 8bit"),
-        (
-            {"quantize": "4bit"},
-            "quantize is '4bit', but only a run with LoRA has frozen matrices; set teacher to lora",
-        ),
-        ({"lora_mixers": True, "teacher": "copy"}, "lora_mixers is True, but only a run with LoRA"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Recipe(stage="distill", **fields)
+    recipe = Recipe(**LORA, quantize=quantize)
+    train(student, teacher, random_rows(40), tmp_path, recipe=recipe)
+    assert places and set(places) == {training_arguments(recipe, tmp_path).device}
 
 
 def test_a_family_without_linear_layers_is_not_quantized():
@@ -178,9 +151,8 @@ def test_a_family_without_linear_layers_is_not_quantized():
 def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(quantized.PACKAGES, "4bit", "no_such_package")
     teacher, student = pair()
-    recipe = Recipe(**OPTIONS, teacher="lora", quantize="4bit")
-    with pytest.raises(ValueError, match="quantize is '4bit', which no_such_package computes.*pip install"):
-        train(student, teacher, rows(), tmp_path, recipe=recipe)
+    with pytest.raises(ValueError, match="'4bit', which no_such_package computes.*pip install"):
+        train(student, teacher, random_rows(), tmp_path, recipe=Recipe(**LORA, quantize="4bit"))
 
 
 # ---- optimizers with small states
@@ -194,41 +166,25 @@ def test_an_optimizer_by_name_keeps_the_rates_of_the_groups(tmp_path, name):
     """Each group has its own rate and decay, frozen parameters do not move, and mixers move most."""
     if "8bit" in name:
         pytest.importorskip("bitsandbytes")
-    from transformers import TrainerCallback
-
     teacher, student = pair()
-    start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
-    seen = {}
+    start, rates = weights(student), []
 
-    class Look(TrainerCallback):
-        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            seen["rates"] = [(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    def look(kwargs):
+        rates.extend((group["initial_lr"], group["weight_decay"]) for group in kwargs["optimizer"].param_groups)
 
     groups = [{"match": "embed_tokens", "learning_rate": 0.0}, {"match": "norm", "weight_decay": 0.0}]
     recipe = Recipe(
         **OPTIONS, rest_learning_rate=1e-5, weight_decay=0.1, groups=groups, warmup_steps=0,
         trainer={"optim": name, "use_cpu": True},
     )  # fmt: skip
-    result = train(student, teacher, rows(), tmp_path, recipe=recipe, callbacks=[Look()])
+    look = Look("on_train_begin", look)
+    result = train(student, teacher, random_rows(40), tmp_path, recipe=recipe, callbacks=[look])
     assert torch.tensor(result["last_loss"]).isfinite()
     # what steers a memory has the rate of the mixers, and no decay
-    assert seen["rates"][0] == (1e-3, 0.1) and sorted(seen["rates"][1:]) == [(1e-5, 0.0), (1e-5, 0.1), (1e-3, 0.0)]
+    assert rates[0] == (1e-3, 0.1) and sorted(rates[1:]) == [(1e-5, 0.0), (1e-5, 0.1), (1e-3, 0.0)]
     moved = {key: (student.state_dict()[key] - start[key]).abs().max().item() for key in start}
     assert moved["model.embed_tokens.weight"] == 0.0
-    mixer, rest = moved["model.layers.0.self_attn.q_proj.weight"], moved["model.layers.1.mlp.up_proj.weight"]
-    assert 0 < 20 * rest < mixer
-
-
-@pytest.mark.parametrize("quantize", PRECISIONS)
-def test_an_8bit_optimizer_with_lora_of_a_quantised_backbone_and_checkpointing(tmp_path, quantize):
-    pytest.importorskip("bitsandbytes")
-    teacher, student = pair()
-    recipe = Recipe(
-        **OPTIONS, teacher="lora", lora_mixers=True, quantize=quantize, lora_rank=4, gradient_checkpointing=True,
-        chunk_tokens=8, trainer={"optim": "paged_adamw_8bit", "use_cpu": True},
-    )  # fmt: skip
-    result = train(student, teacher, rows(), tmp_path, recipe=recipe)
-    assert torch.tensor(result["last_loss"]).isfinite()
+    assert 0 < 20 * moved["model.layers.1.mlp.up_proj.weight"] < moved["model.layers.0.self_attn.q_proj.weight"]
 
 
 def test_an_8bit_optimizer_with_a_cached_teacher(tmp_path):
@@ -236,12 +192,12 @@ def test_an_8bit_optimizer_with_a_cached_teacher(tmp_path):
     from hf_memmix.training.teacher_cache import write_cache
 
     teacher, student = pair()
-    write_cache(teacher, rows(), tmp_path / "cache", k=8)
+    write_cache(teacher, random_rows(), tmp_path / "cache", k=8)
     recipe = Recipe(
         **OPTIONS, teacher=f"cache:{tmp_path / 'cache'}", gradient_checkpointing=True,
         trainer={"optim": "adamw_8bit", "use_cpu": True},
     )  # fmt: skip
-    result = train(student, teacher, rows(), tmp_path / "out", recipe=recipe)
+    result = train(student, teacher, random_rows(), tmp_path / "out", recipe=recipe)
     assert torch.tensor(result["last_loss"]).isfinite()
 
 

@@ -1,6 +1,7 @@
 """`make demo` on a shorter schedule: what it writes, and that its figures are measurements."""
 
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -23,14 +24,16 @@ def models():
     return teacher, convert_model(teacher, mixer="gka"), convert_model(teacher, mixer="gka", keep=[1])
 
 
-@pytest.mark.parametrize("static", [False, True])
 @torch.inference_mode()
-def test_a_filled_cache_decodes_like_one_of_its_length(models, static):
+def test_a_filled_cache_decodes_like_one_of_its_length(models):
     for model in models:
-        cache = context_cost.filled_cache(model, 300, max_cache_len=310 if static else None)
-        assert [int(cache.get_seq_length(layer)) for layer in range(2)] == [300, 300]
-        out = model(torch.zeros(1, 1, dtype=torch.long), position_ids=torch.tensor([[300]]), past_key_values=cache)
-        assert out.logits.isfinite().all()
+        for limit in (None, 310):
+            cache = context_cost.filled_cache(model, 300, max_cache_len=limit)
+            assert [int(cache.get_seq_length(layer)) for layer in range(2)] == [300, 300]
+            out = model(torch.zeros(1, 1, dtype=torch.long), position_ids=torch.tensor([[300]]), past_key_values=cache)
+            assert out.logits.isfinite().all()
+    row = context_cost.context_cost(models[1], 64, steps=2)
+    assert row["context"] == 64 and row["ms_per_token"] > 0 and row["cache"] in ("dynamic", "static")
 
 
 def test_bytes_of_the_cache(models):
@@ -44,35 +47,20 @@ def test_bytes_of_the_cache(models):
     assert sizes[hybrid][1] - sizes[hybrid][0] == 256 * per_token // 2
 
 
-def test_cost_row(models):
-    row = context_cost.context_cost(models[1], 64, steps=2)
-    assert row["context"] == 64 and row["ms_per_token"] > 0 and row["cache"] in ("dynamic", "static")
-
-
-@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda", 1), ("mps", 1), ("xpu", 1)])
-def test_the_time_of_a_step_waits_for_every_kind_of_gpu(monkeypatch, device, waits):
+def test_the_time_of_a_step_waits_for_every_kind_of_gpu(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.accelerator, "synchronize", calls.append)
-    context_cost._synchronize(torch.device(device))
-    assert calls == waits * [torch.device(device)]
+    for device in ("cpu", "cuda", "mps", "xpu"):
+        context_cost._synchronize(torch.device(device))
+    assert calls == [torch.device(device) for device in ("cuda", "mps", "xpu")]
 
 
 def test_demo_end_to_end(tmp_path):
+    # the rows of drills are longer; the transformer cannot read the longest probes
+    sizes = {"align_steps": 2, "distill_steps": 1, "batch_size": 1, "block_size": 64, "drills": False}
+    sizes |= {"text_tokens": 200, "probe_lengths": (96, 128, 4096), "probe_samples": 1}
     with Progress(console=Console(quiet=True)) as progress:
-        results = demo.run_demo(
-            tmp_path,
-            progress,
-            align_steps=2,
-            distill_steps=1,
-            batch_size=1,
-            block_size=64,
-            drills=False,  # their rows are longer
-            text_tokens=200,
-            probe_lengths=(96, 128, 4096),  # the transformer cannot read the last one
-            probe_samples=1,
-            contexts=(512, 4096),
-            new_tokens=6,
-        )
+        results = demo.run_demo(tmp_path, progress, contexts=(512, 4096), new_tokens=6, **sizes)
     assert results == json.loads((tmp_path / "results.json").read_text())
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "student" / "model.safetensors").exists()
@@ -118,12 +106,6 @@ def test_a_transformer_in_several_files_is_refused_before_any_work(tmp_path):
         demo.run_demo(tmp_path / "out", progress, teacher_folder=tmp_path)
 
 
-def test_without_a_length_that_fits_there_is_no_recall_to_show():
-    assert demo.recall_of({}, None, (), 1) == []
-    recall = {"samples": 1, "rows": []}
-    assert demo.recall_rows(recall) == [] and demo.recalls_nothing(recall)
-
-
 def test_with_drills_half_of_the_rows_are_drills():
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
     text = demo.training_rows(tokenizer, 128, None)
@@ -134,9 +116,11 @@ def test_with_drills_half_of_the_rows_are_drills():
 
 
 def test_recall_of_the_demo_is_a_row_per_task():
-    rows = [
-        {"task": task, "length": n, "teacher": 1.0, "student": n / 1000} for task in demo.PROBES for n in (128, 256)
-    ]
-    recall = {"samples": 2, "rows": rows}
+    recall = {"samples": 2, "rows": []}
+    for task, n in itertools.product(demo.PROBES, (128, 256)):
+        recall["rows"].append({"task": task, "length": n, "teacher": 1.0, "student": n / 1000})
     assert demo.recall_rows(recall)[0] == ["needle recalled, % at 128 / 256 tokens", "100 / 100", "13 / 26"]
     assert not demo.recalls_nothing(recall)
+    # no length fits
+    assert demo.recall_of({}, None, (), 1) == []
+    assert demo.recall_rows(recall | {"rows": []}) == [] and demo.recalls_nothing(recall | {"rows": []})

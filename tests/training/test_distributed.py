@@ -17,7 +17,7 @@ import transformers
 import yaml
 from packaging.version import parse
 
-from child import child_env
+from child import child_env, run_scripts
 from hf_memmix.conversion import load_model
 
 CONFIGS = Path(__file__).parents[2] / "training" / "accelerate"
@@ -83,12 +83,26 @@ RUN = """
 def launch(folder: Path, processes: int, mode: str, zero3=False, gpus=False, launcher=False, **env) -> dict | None:
     """The losses of a run; None if it is killed, in the stage that `mode` names."""
     folder.mkdir(exist_ok=True)
+    if gpus or zero3:
+        failed, told = _launch(folder, processes, mode, zero3, gpus, launcher, env)
+    else:
+        ends = run_scripts(textwrap.dedent(RUN), folder, [folder, mode], processes, **env)
+        failed, told = any(end.exitcode for end in ends), ends[0].output[-3000:]
+    if mode in ("align", "distill"):
+        assert failed and not (folder / "result.json").exists()
+        assert (folder / mode / "checkpoint-3").exists(), told
+        return None
+    assert not failed, told
+    return json.loads((folder / "result.json").read_text())
+
+
+def _launch(folder, processes, mode, zero3, gpus, launcher, env) -> tuple[bool, str]:
+    """Whether the launcher of a user has failed, and what it has printed."""
     script = folder / "run.py"
     script.write_text(textwrap.dedent(RUN))
-    env |= {"TRAIN_ON": "gpus"} if gpus else {"DS_ACCELERATOR": "cpu"} if zero3 else {"ACCELERATE_USE_CPU": "1"}
+    env |= {"TRAIN_ON": "gpus"} if gpus else {"DS_ACCELERATOR": "cpu"}
     if gpus and processes == 1:  # it would take all
         env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    env = child_env(**env)
     command = [sys.executable]
     if zero3:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "zero3.yaml")]
@@ -96,13 +110,8 @@ def launch(folder: Path, processes: int, mode: str, zero3=False, gpus=False, lau
     elif processes > 1 or launcher:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [str(script), str(folder), mode]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    if mode in ("align", "distill"):
-        assert run.returncode and not (folder / "result.json").exists()
-        assert (folder / mode / "checkpoint-3").exists(), run.stderr[-3000:]
-        return None
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads((folder / "result.json").read_text())
+    run = subprocess.run(command, env=child_env(**env), capture_output=True, text=True, timeout=300)
+    return run.returncode != 0, run.stderr[-3000:]
 
 
 def fsdp_environment() -> dict:

@@ -6,20 +6,15 @@ from safetensors.torch import load_file
 
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.convert import cast_student
-from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.merge import merge_students
 from hf_memmix.training.train import align, distill
 from testing import MIXERS, mixers_of
+from tiny_runs import SMALL_RUN, random_rows, weights
 from tiny_teachers import CONVERTIBLE, tiny_teacher
 
 # the memory of SKA says nothing before its first chunk is full, which must be shorter than a block to train
 MIXER_OPTIONS = {"ska": MIXERS["ska"]}
-OPTIONS = {"steps": 2, "batch_size": 4, "block_size": 16, "warmup_steps": 1, "learning_rate": 3e-3}
-
-
-@pytest.fixture
-def data():
-    return TokenBlocks(torch.randint(3, 64, (320,), generator=torch.Generator().manual_seed(0)), 16)
+OPTIONS = {"steps": 2, "learning_rate": 3e-3, **SMALL_RUN}
 
 
 def bf16_student(mixer):
@@ -47,10 +42,10 @@ def declared(student):
 @pytest.mark.product_rows(r".*align")  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
-def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stage):
+def test_a_save_after_training_keeps_fp32_parameters(tmp_path, mixer, stage):
     student = bf16_student(mixer)
-    stage(student, tiny_teacher("llama", layers=2), data, tmp_path / "run", **OPTIONS)
-    trained = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    stage(student, tiny_teacher("llama", layers=2), random_rows(), tmp_path / "run", **OPTIONS)
+    trained = weights(student)
     save_student(student, tmp_path / "student", dtype=torch.bfloat16)
     saved, names = load_file(tmp_path / "student" / "model.safetensors"), declared(student)
     assert names or not any(m.fp32_parameters for m in mixers_of(student).values())
@@ -60,11 +55,11 @@ def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stag
 
 @pytest.mark.product_rows(r"(?!.*gka)")  # one training per kind of mixer stays
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
-def test_two_align_runs_of_a_bf16_student_merge(tmp_path, data, mixer):
+def test_two_align_runs_of_a_bf16_student_merge(tmp_path, mixer):
     save_student(bf16_student(mixer), tmp_path / "start")
     for layer in ("0", "1"):
-        student = bf16_student(mixer)
-        align(student, tiny_teacher("llama", layers=2), data, tmp_path / f"run{layer}", layers=layer, **OPTIONS)
+        student, run = bf16_student(mixer), tmp_path / f"run{layer}"
+        align(student, tiny_teacher("llama", layers=2), random_rows(), run, layers=layer, **OPTIONS)
         save_student(student, tmp_path / layer, dtype=torch.bfloat16)
     _, origin = merge_students(tmp_path / "start", [tmp_path / "0", tmp_path / "1"])
     assert origin == {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}

@@ -6,20 +6,19 @@ import multiprocessing
 import time
 
 import pytest
-import torch
 
 from child import forked
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hashes import check_files
-from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.run_identity import write_run_file
 from hf_memmix.training.run_lock import lock_file, run_folder, run_lock
 from hf_memmix.training.teacher_cache import write_cache
-from hf_memmix.training.train import Recipe, align, distill
+from hf_memmix.training.train import align, distill
+from tiny_runs import SMALL_RUN, random_rows
 from tiny_teachers import tiny_teacher
 
-OPTIONS = {"steps": 2, "save_every": 1, "batch_size": 4, "block_size": 16, "warmup_steps": 1}
+OPTIONS = {"steps": 2, "save_every": 1, **SMALL_RUN}
 STAGES = pytest.mark.parametrize("stage", [align, distill])
 
 
@@ -30,32 +29,31 @@ def teacher():
 
 @pytest.fixture
 def data():
-    return TokenBlocks(torch.randint(3, 64, (320,), generator=torch.Generator().manual_seed(0)), 16)
-
-
-def weights(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return random_rows()
 
 
 # ---- the same start
 
 
-def test_another_student_or_teacher_does_not_continue_a_run(tmp_path, teacher, data):
+def test_another_run_does_not_continue_a_run(tmp_path, teacher, data):
     align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
-    with pytest.raises(
-        ValueError, match=r"belongs to another run \(student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2"
-    ):
-        align(convert_model(teacher, ridge=0.2), teacher, data, tmp_path, **OPTIONS)
-    moved = convert_model(teacher)
+    moved, other = convert_model(teacher), copy.deepcopy(teacher)
     moved.lm_head.weight.data[0, 0] += 1
-    with pytest.raises(ValueError, match=r"belongs to another run \(student.weights was"):
-        align(moved, teacher, data, tmp_path, **OPTIONS)
-    other = copy.deepcopy(teacher)
     attention_module(other, 1).q_proj.weight.data *= 1.1
-    with pytest.raises(ValueError, match=r"belongs to another run \(teacher.weights was"):
-        align(convert_model(teacher), other, data, tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match=r"belongs to another run \(recipe.trainer.max_grad_norm was None, is 0.5"):
-        align(convert_model(teacher), teacher, data, tmp_path, trainer={"max_grad_norm": 0.5}, **OPTIONS)
+    for change, options, what in (
+        ({"student": convert_model(teacher, ridge=0.2)}, {}, r"student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2"),
+        ({"student": convert_model(teacher, keep=[0])}, {}, "student.config.mixer_types"),
+        ({"student": moved}, {}, "student.weights was"),
+        ({"teacher": other}, {}, "teacher.weights was"),
+        ({"data": random_rows(21)}, {}, "data was"),
+        ({}, {"learning_rate": 0.5}, "recipe.learning_rate was [0-9.e-]+, is 0.5"),
+        ({}, {"trainer": {"max_grad_norm": 0.5}}, "recipe.trainer.max_grad_norm was None, is 0.5"),
+    ):
+        run = {"student": convert_model(teacher), "teacher": teacher, "data": data} | change
+        with pytest.raises(ValueError, match=rf"belongs to another run \(.*{what}"):
+            align(**run, output_dir=tmp_path, **OPTIONS | options)
+    with pytest.raises(ValueError, match="checkpoint-2 belongs to an earlier run"):
+        align(convert_model(teacher), teacher, data, tmp_path, resume=False, **OPTIONS)
     align(convert_model(teacher), teacher, data, tmp_path, trainer={"logging_steps": 1}, **OPTIONS)
 
 
@@ -76,10 +74,7 @@ def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
             (last / name).unlink()
             if broken is not None:
                 (last / name).write_bytes(broken)
-            message = (
-                f"{name} .*{told}.*remove that folder and run the same command again to continue from checkpoint-1"
-            )
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=f"{name} .*{told}.*remove that folder .* checkpoint-1"):
                 stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
             (last / name).write_bytes(content)
     stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
@@ -91,8 +86,8 @@ def test_every_field_of_a_run_file_is_checked(tmp_path, teacher, data):
     record = json.loads(file.read_text())
     files = {name: value for name, value in record["files"].items() if name != "optimizer.pt"}
     broken = [{name: value for name, value in record.items() if name != left_out} for left_out in record]
-    for content in ({**record, "files": files}, *broken, []):
-        file.write_text(json.dumps(content))
+    for content in ({**record, "files": files}, *broken, [], None):
+        file.unlink() if content is None else file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match="memmix_run.json.*(corrupt|no hash|not readable).*remove that folder"):
             align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
 
@@ -112,36 +107,28 @@ def test_files_in_folders_of_a_checkpoint_are_checked(tmp_path):
 # ---- what fits
 
 
-@STAGES
-def test_a_converted_teacher_is_refused(tmp_path, teacher, data, stage):
-    with pytest.raises(ValueError, match="the teacher is a converted model, not a transformer; give the transformer"):
-        stage(convert_model(teacher), convert_model(teacher), data, tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match="the teacher is a converted model"):
-        write_cache(convert_model(teacher), data, tmp_path / "cache", 4)
-
-
-def test_a_recipe_of_the_other_stage_is_refused(tmp_path, teacher, data):
-    student = convert_model(teacher)
-    with pytest.raises(ValueError, match="recipe 'distill' is for distill, not for align; give a recipe of align"):
-        align(student, teacher, data, tmp_path, recipe="distill")
-    with pytest.raises(ValueError, match="recipe 'align' is for align, not for distill; give a recipe of distill"):
-        distill(student, teacher, data, tmp_path, recipe="align")
-    with pytest.raises(ValueError, match="the recipe is for distill, not for align"):
-        align(student, teacher, data, tmp_path, recipe=Recipe(stage="distill"))
-
-
-@STAGES
-def test_weights_that_are_no_numbers_are_named(tmp_path, teacher, data, stage):
-    broken = copy.deepcopy(teacher)
-    broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
-    with pytest.raises(
-        ValueError, match="the teacher has NaN or infinite values in 1 tensors: model.layers.1.mlp.up_proj.weight"
+def test_a_converted_teacher_is_refused(tmp_path, teacher, data):
+    converted = convert_model(teacher)
+    for use in (
+        lambda: align(convert_model(teacher), converted, data, tmp_path, **OPTIONS),
+        lambda: distill(convert_model(teacher), converted, data, tmp_path, **OPTIONS),
+        lambda: write_cache(converted, data, tmp_path / "cache", 4),
     ):
-        stage(convert_model(teacher), broken, data, tmp_path, **OPTIONS)
-    student = convert_model(teacher)
+        with pytest.raises(ValueError, match="the teacher is a converted model, not a transformer"):
+            use()
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path, teacher, data):
+    broken, student = copy.deepcopy(teacher), convert_model(teacher)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
     student.model.norm.weight.data[0] = float("inf")
-    with pytest.raises(ValueError, match="the student has NaN or infinite values in 1 tensors: model.norm.weight"):
-        stage(student, teacher, data, tmp_path, **OPTIONS)
+    for stage in (align, distill):
+        for pair, named in (
+            ((convert_model(teacher), broken), "teacher .* 1 tensors: model.layers.1.mlp.up_proj.weight"),
+            ((student, teacher), "student .* 1 tensors: model.norm.weight"),
+        ):
+            with pytest.raises(ValueError, match=named):
+                stage(*pair, data, tmp_path, **OPTIONS)
     with pytest.raises(ValueError, match="the teacher has NaN"):
         write_cache(broken, data, tmp_path / "cache", 4)
 

@@ -11,9 +11,11 @@ from hf_memmix.training.losses import top_k_of
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teacher_cache import META_FILE, CachedBlocks, teacher_hash, write_cache
 from hf_memmix.training.train import train
+from tiny_runs import SMALL_RUN, contents
 from tiny_teachers import positions_of, tiny_teacher
 
-OPTIONS = {"stage": "distill", "steps": 4, "batch_size": 4, "block_size": 16, "warmup_steps": 1, "learning_rate": 1e-3}
+OPTIONS = {"stage": "distill", "steps": 4, "learning_rate": 1e-3, **SMALL_RUN}
+THREE_FILES = {"batch_size": 2, "shard_rows": 4}
 
 
 @pytest.fixture
@@ -30,16 +32,8 @@ def data():
 @pytest.mark.parametrize("k", [5, 64])
 def test_rows_hold_the_teachers_top_k(tmp_path, teacher, data, k):
     seen = []
-    meta = write_cache(
-        teacher,
-        data,
-        tmp_path / "c",
-        k,
-        batch_size=3,
-        shard_rows=4,
-        chunk_tokens=7,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    sizes = {"batch_size": 3, "shard_rows": 4, "chunk_tokens": 7}
+    meta = write_cache(teacher, data, tmp_path / "c", k, progress=lambda *at: seen.append(at), **sizes)
     assert meta["rows"] == 11 and seen[-1] == (11, 11)
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 3
     cached = CachedBlocks(data, tmp_path / "c", teacher)
@@ -65,46 +59,43 @@ def test_a_run_on_the_cache_is_a_run_on_the_teacher(tmp_path, teacher, data):
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
 
 
-def test_a_run_does_not_go_on_with_a_cache_of_another_dtype(tmp_path, teacher, data):
-    cache = tmp_path / "c"
+def test_a_small_k_still_teaches(tmp_path, teacher, data):
+    """And no run goes on with a cache of another dtype."""
+    cache, options = tmp_path / "c", OPTIONS | {"steps": 12, "save_every": 2, "rest_learning_rate": 1e-3}
     write_cache(teacher, data, cache, 4)
-    recipe = Recipe(**OPTIONS, save_every=2, teacher=f"cache:{cache}")
-    train(convert_model(teacher, keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+    recipe = Recipe(**options, teacher=f"cache:{cache}")
+    result = train(convert_model(teacher, keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+    assert result["last_loss"] < 0.8 * result["first_loss"]
     in_fp32 = CachedBlocks(data, cache).fingerprint()
     write_cache(teacher.bfloat16(), data, cache, 4, overwrite=True)
     assert CachedBlocks(data, cache).fingerprint() != in_fp32
-    with pytest.raises(ValueError, match="data"):
+    with pytest.raises(ValueError, match=r"another run \(data"):
         train(convert_model(teacher.float(), keep=[1]), None, data, tmp_path / "run", recipe=recipe)
-
-
-def test_a_small_k_still_teaches(tmp_path, teacher, data):
-    write_cache(teacher, data, tmp_path / "c", 4)
-    recipe = Recipe(**OPTIONS | {"steps": 12}, teacher=f"cache:{tmp_path / 'c'}", rest_learning_rate=1e-3)
-    result = train(convert_model(teacher, keep=[1]), None, data, tmp_path / "run", recipe=recipe)
-    assert result["last_loss"] < 0.8 * result["first_loss"]
 
 
 def test_a_cache_of_something_else_is_refused(tmp_path, teacher, data):
     write_cache(teacher, data, tmp_path / "c", 4)
     CachedBlocks(data, tmp_path / "c", teacher)
-    for other, message in [
-        (TokenBlocks(data.blocks.flatten().flip(0), 16, data.positions, "tokenizer"), "with other data"),
-        (TokenBlocks(data.blocks.flatten(), 16, None, "tokenizer"), "with other data"),
-        (TokenBlocks(data.blocks.flatten(), 8, None, "tokenizer"), "with other data"),
-        (TokenBlocks(data.blocks.flatten(), 16, data.positions, "another"), "with another tokenizer"),
+    tokens, other = data.blocks.flatten(), tiny_teacher("llama", layers=2, seed=1)
+    for rows, given, message in [
+        (TokenBlocks(tokens.flip(0), 16, data.positions, "tokenizer"), None, "with other data"),
+        (TokenBlocks(tokens, 16, None, "tokenizer"), None, "with other data"),
+        (TokenBlocks(tokens, 8, None, "tokenizer"), None, "with other data"),
+        (TokenBlocks(tokens, 16, data.positions, "another"), None, "with another tokenizer"),
+        (data, other, "with another teacher"),
     ]:
         with pytest.raises(ValueError, match=message):
-            CachedBlocks(other, tmp_path / "c")
-    with pytest.raises(ValueError, match="with another teacher"):
-        CachedBlocks(data, tmp_path / "c", tiny_teacher("llama", layers=2, seed=1))
+            CachedBlocks(rows, tmp_path / "c", given)
     with pytest.raises(ValueError, match="is no teacher cache"):
         CachedBlocks(data, tmp_path / "nothing")
+    with pytest.raises(ValueError, match="k is 65; .* 64"):
+        write_cache(teacher, data, tmp_path / "d", 65)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 @pytest.fixture
 def cache(tmp_path, teacher, data):
-    """A cache of three files."""
-    write_cache(teacher, data, tmp_path / "c", 4, batch_size=2, shard_rows=4)
+    write_cache(teacher, data, tmp_path / "c", 4, **THREE_FILES)
     return tmp_path / "c"
 
 
@@ -140,16 +131,12 @@ def test_every_field_of_the_meta_file_is_checked(cache, data):
         file.write_text(json.dumps(broken))
         with pytest.raises(ValueError, match="^[^\n]*write the cache with memmix cache-teacher$"):
             CachedBlocks(data, cache)
+    earlier = {name: value for name, value in meta.items() if name not in ("files", "sha256")} | {"format": 1}
+    file.write_text(json.dumps(earlier))
+    with pytest.raises(ValueError, match="format 1, not 2.*BOS"):
+        CachedBlocks(data, cache)
     file.write_text(json.dumps(meta))
     CachedBlocks(data, cache)
-
-
-def test_a_cache_of_an_earlier_version_is_refused_with_the_reason(cache, data):
-    meta = json.loads((cache / META_FILE).read_text())
-    earlier = {name: value for name, value in meta.items() if name not in ("files", "sha256")} | {"format": 1}
-    (cache / META_FILE).write_text(json.dumps(earlier))
-    with pytest.raises(ValueError, match="has format 1, not 2, in which files have hashes and documents begin .*BOS"):
-        CachedBlocks(data, cache)
 
 
 def test_a_cache_of_the_same_weights_with_another_config_is_refused(tmp_path, teacher, data):
@@ -166,12 +153,6 @@ def test_a_cache_of_the_same_weights_with_another_config_is_refused(tmp_path, te
     CachedBlocks(data, cache, teacher_hash(folder))  # a hash alone has no configuration
 
 
-def test_a_failure_leaves_no_cache(tmp_path, teacher, data):
-    with pytest.raises(ValueError, match="k is 65; it must be 1 to the vocabulary's 64"):
-        write_cache(teacher, data, tmp_path / "c", 65)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_teachers_hash_is_of_its_weights(tmp_path, teacher):
     teacher.save_pretrained(tmp_path / "a")
     tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "b")
@@ -182,48 +163,37 @@ def test_a_teachers_hash_is_of_its_weights(tmp_path, teacher):
         teacher_hash(tmp_path)
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 class Killed(BaseException):
     """Ends a call as a kill does: no error that the code handles."""
+
+
+def stop(done, total):
+    if done > 8:
+        raise Killed
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_an_interrupted_cache_goes_on_and_ends_like_a_whole_one(tmp_path, teacher, data, broken):
     """Files that are whole are not computed again, one that is not is; until the end there is no cache."""
-    options = {"batch_size": 2, "shard_rows": 4}  # three files
-    write_cache(teacher, data, tmp_path / "whole", 5, **options)
-    seen = []
-
-    def stop(done, total):
-        if done > 8:
-            raise Killed
-
+    write_cache(teacher, data, tmp_path / "whole", 5, **THREE_FILES)
     with pytest.raises(Killed):
-        write_cache(teacher, data, tmp_path / "c", 5, progress=stop, **options)
+        write_cache(teacher, data, tmp_path / "c", 5, progress=stop, **THREE_FILES)
     assert not (tmp_path / "c").exists()
     with pytest.raises(ValueError, match="is no teacher cache"):
         CachedBlocks(data, tmp_path / ".c.run")
     if broken:
         file = tmp_path / ".c.run" / "shard-00001.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
-    write_cache(teacher, data, tmp_path / "c", 5, progress=lambda done, total: seen.append(done), **options)
+    seen = []
+    write_cache(teacher, data, tmp_path / "c", 5, progress=lambda done, total: seen.append(done), **THREE_FILES)
     assert seen == [6, 8, 10, 11] if broken else seen == [10, 11]
     assert contents(tmp_path / "c") == contents(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"c", "whole"}
 
 
 def test_an_interrupted_cache_of_another_teacher_is_started_again(tmp_path, teacher, data):
-    options, other = {"batch_size": 2, "shard_rows": 4}, tiny_teacher("llama", layers=2, seed=1)
-
-    def stop(done, total):
-        if done > 8:
-            raise Killed
-
     with pytest.raises(Killed):
-        write_cache(other, data, tmp_path / "c", 5, progress=stop, **options)
-    write_cache(teacher, data, tmp_path / "c", 5, **options)
-    write_cache(teacher, data, tmp_path / "whole", 5, **options)
+        write_cache(tiny_teacher("llama", layers=2, seed=1), data, tmp_path / "c", 5, progress=stop, **THREE_FILES)
+    for name in ("c", "whole"):
+        write_cache(teacher, data, tmp_path / name, 5, **THREE_FILES)
     assert contents(tmp_path / "c") == contents(tmp_path / "whole")

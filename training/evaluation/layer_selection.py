@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.limits import check_converted
 from hf_memmix.conversion.logits import logits_head
+from hf_memmix.conversion.model_files import check_converted
 from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score
@@ -73,7 +73,7 @@ def cost_of_swaps(
     and loss in nats per token, and the mean nll of the answers by task.
     Raises ValueError if a set names a layer that the student has not converted.
     """
-    check_converted(student)
+    check_converted(student.config.to_dict())
     have = student.config.memory_layers
     if bad := sorted({layer for layers in swaps for layer in layers} - set(have)):
         raise UserError(f"layers {bad} of the student have no mixer; its memory layers are {have}")

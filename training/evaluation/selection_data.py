@@ -10,8 +10,9 @@ from hf_memmix.conversion.text_rows import beginning_of, cut_rows
 from hf_memmix.errors import UserError
 from hf_memmix.training.data import tokenize_files, tokenizer_hash
 from hf_memmix.training.evaluation.probes import TASKS, Material, draw
-from hf_memmix.training.evaluation.probes.grid import DEPTHS, refuse_repeated
+from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.evaluation.probes.material import Sample
+from hf_memmix.training.evaluation.probes.tasks import refuse_repeated
 from hf_memmix.training.text_files import read_text, text_record
 
 

@@ -20,6 +20,7 @@ from transformers import initialization as init
 from hf_memmix._transformers import load_under_other_names, stores_under_other_names
 from hf_memmix.conversion.families import decoder_layers, family_of
 from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, meta_teacher, read_config
+from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.streaming.matching import NotStreamable, find_stored
 from hf_memmix.errors import UserError
@@ -47,8 +48,7 @@ class StreamedTeacher:
 
     def __init__(self, folder: Path, device: torch.device | str, dtype: torch.dtype | None = None):
         config, self.name = read_config(folder), repr(str(folder))
-        if config.model_type == "memmix":
-            raise UserError("the teacher is a converted model, not a transformer; give the transformer it came from")
+        check_transformer(config.to_dict())
         family_of(config)
         if check_weight_files(folder):
             raise UserError(

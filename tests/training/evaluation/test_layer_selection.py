@@ -5,13 +5,7 @@ import torch
 
 from hf_memmix.conversion import convert_model, report
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.training.evaluation.layer_selection import (
-    choose,
-    cost_of_swaps,
-    lost_answers,
-    rank_layers,
-    swapped,
-)
+from hf_memmix.training.evaluation.layer_selection import choose, cost_of_swaps, lost_answers, rank_layers, swapped
 from hf_memmix.training.evaluation.probes import Material, draw
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -84,26 +78,21 @@ def test_how_many_layers_stay():
 
 def test_a_layer_that_answers_need_is_named_if_the_kl_hides_it():
     """COFFEE's scores with the recall teacher: the KL of layer 11 is higher than the loss of answers in layer 9."""
-
-    def ranked(weight, scores):
-        rows = [
-            {"layer": layer, "kl": kl, "nll": nll, "score": kl + weight * nll} for layer, (kl, nll) in scores.items()
-        ]
-        for rank, row in enumerate(sorted(rows, key=lambda row: -row["score"]), 1):
-            row["rank"] = rank
-        return {"layers": rows}
-
     scores = {6: (0.098, 0.061), 9: (0.056, 0.104), 10: (0.070, 0.001), 11: (0.166, 0.014)}
-    for count, kept in ((1, [11]), (2, [9, 11])):
-        assert choose(ranked(1.0, scores), count, 4) == kept
-    layer, weight = lost_answers(ranked(1.0, scores), [11])
+
+    def ranked(weight, scores=scores):
+        rows = [{"layer": i, "kl": kl, "nll": nll, "score": kl + weight * nll} for i, (kl, nll) in scores.items()]
+        order = sorted(rows, key=lambda row: -row["score"])
+        return {"layers": [row | {"rank": order.index(row) + 1} for row in rows]}
+
+    assert choose(ranked(1.0), 1, 4) == [11] and choose(ranked(1.0), 2, 4) == [9, 11]
+    layer, weight = lost_answers(ranked(1.0), [11])
     assert layer == 9 and weight == pytest.approx((0.166 - 0.056) / (0.104 - 0.014))
-    assert choose(ranked(weight - 0.01, scores), 1, 4) == [11] and choose(ranked(weight + 0.01, scores), 1, 4) == [9]
-    assert lost_answers(ranked(1.0, scores), [9, 11]) is None
+    assert choose(ranked(weight - 0.01), 1, 4) == [11] and choose(ranked(weight + 0.01), 1, 4) == [9]
+    assert lost_answers(ranked(1.0), [9, 11]) is None
     assert lost_answers(ranked(1.0, {layer: (kl, 0.0) for layer, (kl, _) in scores.items()}), [11]) is None
-    layer, weight = lost_answers(ranked(0.1, scores), [6, 11])
-    assert layer == 9 and 9 in choose(ranked(weight + 0.01, scores), 2, 4)
-    assert 9 not in choose(ranked(weight - 0.01, scores), 2, 4)
+    layer, weight = lost_answers(ranked(0.1), [6, 11])
+    assert layer == 9 and 9 in choose(ranked(weight + 0.01), 2, 4) and 9 not in choose(ranked(weight - 0.01), 2, 4)
 
 
 def test_mistakes(pair, blocks):
@@ -119,13 +108,8 @@ def test_mistakes(pair, blocks):
         rank_layers(teacher, broken, blocks, {})
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_models_keep_their_mode(pair, blocks, samples, training):
-    models = [model.train(training) for model in pair]
-    try:
+def test_models_keep_their_mode(pair, blocks, samples):
+    for training in (True, False):
+        models = [model.train(training) for model in pair]
         cost_of_swaps(*models, [[1]], blocks, samples)
-        assert [model.training for model in models] == [training, training]
         assert all(module.training == training for model in models for module in model.modules())
-    finally:
-        for model in models:
-            model.eval()

@@ -12,15 +12,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.evaluation.probes import (
-    TASKS,
-    Material,
-    by_length,
-    draw,
-    gain_text,
-    plot_probes,
-    run_probes,
-)
+from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, draw, gain_text, plot_probes, run_probes
 from hf_memmix.training.evaluation.probes.grid import means
 from hf_memmix.training.evaluation.probes.material import Answer
 from hf_memmix.training.evaluation.probes.score import Scores, score
@@ -95,12 +87,12 @@ def test_sequences_have_the_asked_length_and_hold_their_answers(bundled, task, l
             assert answer.depth is None or 0 <= answer.depth <= 1
 
 
-@pytest.mark.parametrize("task", ["niah", "kv"])
-def test_depth_is_where_the_answer_stands(bundled, task):
-    for depth in (0.0, 0.5, 1.0):
-        (sample,) = draw(task, bundled, 512, depth, seed=0, count=1)
-        changed = [i for i, pair in enumerate(zip(sample.ids, sample.control, strict=True)) if pair[0] != pair[1]]
-        assert changed[0] / 512 == pytest.approx(depth, abs=0.08)
+def test_depth_is_where_the_answer_stands(bundled):
+    for task in ("niah", "kv"):
+        for depth in (0.0, 0.5, 1.0):
+            (sample,) = draw(task, bundled, 512, depth, seed=0, count=1)
+            changed = [i for i, pair in enumerate(zip(sample.ids, sample.control, strict=True)) if pair[0] != pair[1]]
+            assert changed[0] / 512 == pytest.approx(depth, abs=0.08)
 
 
 def test_a_copying_model_recalls_and_a_constant_model_does_not(bundled):
@@ -218,11 +210,11 @@ def test_mistakes(small, bundled):
         ({"tasks": ("nosuch",)}, "'nosuch' is unknown"),
         ({"lengths": (8,)}, "give a longer"),
         ({"depths": (1.5,)}, "outside 0 to 1"),
-        ({"tasks": ("niah", "niah")}, "task 'niah' is named twice"),
-        ({"lengths": (64, 64)}, "length 64 is named twice"),
-        ({"depths": (0.5, 0, 0.0)}, "depth 0 is named twice"),
+        ({"tasks": ("niah", "niah")}, "'niah' is named twice"),
+        ({"lengths": (64, 64)}, "64 is named twice"),
+        ({"depths": (0.5, 0, 0.0)}, "0 is named twice"),
         ({"samples": 0}, "at least one"),
-        ({"lengths": (64, 99_999_999)}, "length 99999999 needs 7999999920 tokens .* give shorter lengths"),
+        ({"lengths": (64, 99_999_999)}, "99999999 needs 7999999920 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             run_probes(model, small, **({"lengths": (64,), "tasks": ("niah",)} | arguments))

@@ -6,16 +6,12 @@ from collections.abc import Callable, Hashable, Sequence
 from torch import nn
 
 from hf_memmix.conversion.limits import limit_of
-from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import Material
 from hf_memmix.training.evaluation.probes.score import Scores, score
-from hf_memmix.training.evaluation.probes.tasks import TASKS, draw
+from hf_memmix.training.evaluation.probes.tasks import TASKS, check_grid, draw
 
 LENGTHS = (128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Tokens of one task and length that are in memory at a time. With 8,192 tokens, one takes 16 bytes in lists of
-# needles, 19 of dictionaries and 43 of associative recall (tracemalloc): 4, 5 and 12 GB at this limit.
-MAX_CELL_TOKENS = 2**28
 
 
 def run_probes(
@@ -52,7 +48,7 @@ def run_probes(
     """
     limits = [limit_of(model) if isinstance(model, nn.Module) else math.inf for model in models.values()]
     readable = tuple(length for length in lengths if length <= max(limits, default=0))
-    _check(tasks, lengths, readable, depths, samples)
+    check_grid(tasks, lengths, depths, samples, readable)
 
     def cell(task: str, length: int, count: int) -> list:
         asked = depths if TASKS[task].depths else (None,)
@@ -143,30 +139,6 @@ def by_length(results: dict) -> list[dict]:
             row[name] = right / row["answers"] if read else None
         table.append(row)
     return table
-
-
-def refuse_repeated(name: str, values) -> None:
-    """Raise ValueError for a task, length or depth that is named twice: its answers would count twice."""
-    if repeated := [value for value in values if list(values).count(value) > 1]:
-        raise UserError(f"{name} {repeated[0]!r} is named twice; name each {name} once")
-
-
-def _check(tasks, lengths, readable, depths, samples) -> None:
-    if unknown := [task for task in tasks if task not in TASKS]:
-        raise UserError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
-    for name, values in (("task", tasks), ("length", lengths), ("depth", depths)):
-        refuse_repeated(name, values)
-    if bad := [depth for depth in depths if not 0 <= depth <= 1]:
-        raise UserError(f"depth {bad[0]} is outside 0 to 1")
-    if samples < 1 or not (tasks and lengths and depths):
-        raise UserError("give at least one task, one length, one depth and one sample")
-    depth_count = max(len(depths) if TASKS[task].depths else 1 for task in tasks)
-    longest = max(readable, default=0)
-    if (tokens := longest * depth_count * samples) > MAX_CELL_TOKENS:
-        raise UserError(
-            f"length {longest} needs {tokens} tokens for {depth_count} depths of {samples} samples, the limit is "
-            f"{MAX_CELL_TOKENS}; give shorter lengths, fewer depths or fewer samples"
-        )
 
 
 def _cells(task: str, length: int, depths, models, results: dict[str, list[Scores]]) -> list[dict]:

@@ -27,6 +27,9 @@ COMMON_EVERY = 4  # every fourth word of the list is the same one
 RARE_PAIR = 8  # a pair is rare if it occurs at most this often in the whole text, so that it must be recalled
 WINDOWS = 64  # number of windows that are tried to find a second mention
 MENTIONS = 16  # largest number of answers per window; the control changes the first mention of each
+# Tokens of one task and length that are in memory at a time. With 8,192 tokens, one takes 16 bytes in lists of
+# needles, 19 of dictionaries and 43 of associative recall (tracemalloc): 4, 5 and 12 GB at this limit.
+MAX_CELL_TOKENS = 2**28
 
 
 PAIR_LINE = (":", "\n")  # what follows the key and the value of a dictionary's line
@@ -52,6 +55,31 @@ def check_tasks(text: str) -> tuple[str, ...]:
     if repeated := [task for task in names if names.count(task) > 1]:
         raise UserError(f"task {repeated[0]!r} is named twice; name each task once")
     return names
+
+
+def refuse_repeated(name: str, values) -> None:
+    """Raise ValueError for a task, length or depth that is named twice: its answers would count twice."""
+    if repeated := [value for value in values if list(values).count(value) > 1]:
+        raise UserError(f"{name} {repeated[0]!r} is named twice; name each {name} once")
+
+
+def check_grid(tasks, lengths, depths, samples: int, readable=None) -> None:
+    """Raise UserError as `run_probes` does; `readable`: the lengths that a model can read, by default all."""
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise UserError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+    for name, values in (("task", tasks), ("length", lengths), ("depth", depths)):
+        refuse_repeated(name, values)
+    if bad := [depth for depth in depths if not 0 <= depth <= 1]:
+        raise UserError(f"depth {bad[0]} is outside 0 to 1")
+    if samples < 1 or not (tasks and lengths and depths):
+        raise UserError("give at least one task, one length, one depth and one sample")
+    depth_count = max(len(depths) if TASKS[task].depths else 1 for task in tasks)
+    longest = max(lengths if readable is None else readable, default=0)
+    if (tokens := longest * depth_count * samples) > MAX_CELL_TOKENS:
+        raise UserError(
+            f"length {longest} needs {tokens} tokens for {depth_count} depths of {samples} samples, the limit is "
+            f"{MAX_CELL_TOKENS}; give shorter lengths, fewer depths or fewer samples"
+        )
 
 
 def draw(task: str, material: Material, length: int, depth: float | None, seed: int, count: int) -> list[Sample]:

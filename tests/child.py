@@ -41,6 +41,11 @@ class Ended(NamedTuple):
     exitcode: int
     output: str
 
+    @property
+    def error(self) -> str:
+        """The line of the exception that has ended it."""
+        return next((line for line in reversed(self.output.splitlines()) if "Error: " in line), "")
+
 
 def start_scripts(
     source: str, folder: Path, arguments=(), processes=1, launcher=True, **variables: str

@@ -83,6 +83,7 @@ def test_an_interrupted_run_with_lora_ends_like_a_whole_one(tmp_path, quantize):
             assert callbacks
     assert not changed(students[2], weights(students[0]))
     if quantize != "none":
+        teacher, student = pair()
         with pytest.raises(ValueError, match="belongs to another run .*recipe.quantize was .*, is none"):
             train(student, teacher, random_rows(40), tmp_path / "run", recipe=Recipe(**LORA, save_every=1))
 

@@ -50,6 +50,7 @@ def test_kl_matches_the_library_and_is_zero_on_equal_logits():
     want = nn.functional.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
     torch.testing.assert_close(forward_kl(student, teacher), want)
     torch.testing.assert_close(forward_kl(teacher, teacher), torch.zeros(7))
+    assert not forward_kl(student, teacher.clone().requires_grad_()).requires_grad
     kl = forward_kl(50 * student.bfloat16(), 50 * teacher.bfloat16())
     assert kl.dtype == torch.float32 and kl.isfinite().all()
 

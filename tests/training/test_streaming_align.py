@@ -100,10 +100,10 @@ def test_data_that_are_read_as_a_stream(copied):
     assert result["cost"]["rows"] == 10 and result["cost"]["passes"] == 2
     torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
     assert contents(copied / "memory") == contents(copied / "out")
-    workers = {"steps": 5, "trainer": TRAINER | {"dataloader_num_workers": 2}}
-    for run in (stream, in_memory):
+    workers = {"data": data, "steps": 5, "trainer": TRAINER | {"dataloader_num_workers": 2}}
+    for run in (lambda: stream(copied, out=copied / "two", **workers), lambda: in_memory(copied, **workers)):
         with pytest.raises(ValueError, match="dataloader_num_workers to 2"):
-            run(copied, data=data, **workers)
+            run()
 
 
 @pytest.mark.product  # a whole command; its parts have tests

@@ -125,6 +125,7 @@ WRONG = {
         ([*FROM, *OUT, "--keep-layers", "1", "--keep-without-rope", "1-2"], "layers [2]"),
     ],
     "import-hmf": [(["{none}", "{new}"], NO_MODEL), ([TEACHER, "{full}"], "exists and is not empty")],
+    "doctor": [(["--nosuch"], "--nosuch")],
     "import-gguf": [
         (["{none}", "{new}"], "no GGUF file"),
         (["{text}", "{new}"], "not a GGUF file"),

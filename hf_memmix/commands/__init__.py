@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands import convert, generate, measure, plan, publish, run, sample, select, serve, train
+from hf_memmix.commands import convert, doctor, generate, measure, plan, publish, run, sample, select, serve, train
 from hf_memmix.commands.repeated import Command
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 COMMANDS = {
+    "doctor": doctor.doctor,
     "plan": plan.plan,
     "convert": convert.convert,
     "import-hmf": convert.import_hmf,

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 import triton
 from benchmark import commit, write_merged
-from benchmark_generate import SHAPE
 from benchmark_long import median_seconds
 from benchmark_model import MIXERS
+from llama import SHAPE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, LlamaConfig

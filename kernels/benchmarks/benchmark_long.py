@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import triton
 from benchmark import commit, write_merged
-from benchmark_generate import build
 from benchmark_model import MIXERS, random_tokens
+from llama import build
 
 PROMPTS = (16384, 131072, 1048576)
 CHUNK = 8192  # tokens of a prompt that `generate` reads at a time

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import triton
 from benchmark import commit, write_merged
-from benchmark_generate import build, measure
+from llama import build, measure
 
 import hf_memmix
 

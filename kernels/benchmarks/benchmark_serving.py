@@ -2,20 +2,17 @@
 
     python kernels/benchmarks/benchmark_serving.py --out kernels/benchmarks/results/serving_h200.json --models gka
     python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --lengths 16384 --concurrency 64
-    python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --parts profile --lengths 2048
     python kernels/benchmarks/benchmark_serving.py --out FILE --merge OTHER.json ANOTHER.json
 
 Random weights from a configuration, random tokens as prompts, greedy answers of a fixed length. Rows are added to the
 file, a row of the same point is replaced, and the plot beside it is drawn anew. `--merge` measures nothing and adds
-the rows of other files, which several GPUs may have written at the same time. Four measurements:
+the rows of other files, which several GPUs may have written at the same time. Three measurements:
 
     fit         sequences of a length whose blocks fit into the memory that vLLM gives to sequences
     throughput  that many prompts at once, without prefix caching: requests/s and output tokens/s of the whole run, and
                 tokens/s of the steps from the last prompt's first token to the end of the first answer, in which all
                 sequences decode. A point that was left out is a row with the reason
     prefix      seconds to the first token of one prompt, and of a second prompt that shares all but its last tokens
-    profile     where the time of a decode step and of a prefill goes, for the shortest of --lengths and the largest
-                number of --concurrency but one; printed, not written to the file
 
 Before a point is measured, a short run of the same shape compiles its Triton kernels. If kernels are still compiled
 during the measurement, it is repeated. Llama runs as vLLM's own model. Engines run in this process, one after the
@@ -26,13 +23,10 @@ Answers are compared with `generate()` by tests/serving (`make serve-test`), whi
 """
 
 import argparse
-import cProfile
 import functools
 import gc
-import io
 import json
 import os
-import pstats
 import statistics
 import tempfile
 import time
@@ -57,7 +51,7 @@ SHAPES = {
     },
 }  # fmt: skip
 MODELS = {"llama": "Llama", "gka": "every layer GKA", "gka_3of4": "3 of 4 layers GKA"}
-PARTS = ("fit", "throughput", "prefix", "profile")
+PARTS = ("fit", "throughput", "prefix")
 TAIL = 64  # tokens of a prompt that are new although its prefix is known
 MIN_STEPS = 8  # of a measurement of decoding alone
 REPEATS = 3  # measurements of a point at most, until no kernel is compiled during one
@@ -221,24 +215,6 @@ class Engine:
             "cached_tokens": min(cached),
         }
 
-    def profile(self, length: int, count: int):
-        """Print where the time of a decode step and of a step of prefill goes."""
-        self.warm_up(length, count)
-        budget = self.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-
-        def new_prompts():
-            self.finish()
-            self.submit(length, max(1, budget // length), 2)
-
-        print_profile(f"prefill of {budget} tokens, prompts of {length}", self.step, 1, new_prompts)
-        self.finish()
-        self.submit(length, count, self.args.new_tokens)
-        reading = set()
-        while len(reading) < count:
-            reading |= set(self.step())
-        print_profile(f"decode of {count} sequences of {length} tokens", self.step, 10)
-        self.finish()
-
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -246,50 +222,6 @@ class Engine:
         del self.llm
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-def print_profile(title: str, step, steps: int, prepare=lambda: None, most: int = 24):
-    """Print the time of a step, its kernels by their time, and the functions of Python by theirs.
-
-    `prepare` is called before each of the five times that the `steps` steps run.
-    """
-    on_gpu = torch.cuda.is_available()
-    synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
-
-    def run():
-        for _ in range(steps):
-            step()
-        synchronize()
-
-    times = []
-    for _ in range(3):
-        prepare()
-        synchronize()
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) / steps)
-    print(f"== {title}: {1e3 * min(times):.3f} ms per step without a profiler")
-    if on_gpu:
-        prepare()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            run()
-        print_kernels(found, steps, most)
-    prepare()
-    python, text = cProfile.Profile(), io.StringIO()
-    python.runcall(run)
-    pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(most)
-    print("\n".join(line[:150] for line in text.getvalue().splitlines() if line.strip()), flush=True)
-
-
-def print_kernels(found, steps: int, most: int):
-    """Print the kernels of a torch profile, per step."""
-    kernels = [event for event in found.key_averages() if event.self_device_time_total > 0]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    busy, launches = sum(event.self_device_time_total for event in kernels), sum(event.count for event in kernels)
-    print(f"   GPU: {busy / steps / 1e3:.3f} ms busy per step in {launches / steps:.0f} kernels and copies")
-    for event in kernels[:most]:
-        print(f"   {event.self_device_time_total / steps:9.1f} us {event.count / steps:6.1f} x {event.key[:90]}")
-    print(flush=True)
 
 
 def measure(folder: Path, args):
@@ -313,8 +245,6 @@ def measure(folder: Path, args):
             if "throughput" in parts:
                 for row in measure_throughput(engine, args, end):
                     yield {"part": "throughput", "model": model, **row}
-            if "profile" in parts and time.perf_counter() < end:
-                engine.profile(min(args.lengths), sorted(args.concurrency)[-2:][0])
             engine.close()
 
 

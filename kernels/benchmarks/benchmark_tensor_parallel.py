@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from benchmark_generate import SHAPE, TokenTimer
+from llama import SHAPE, TokenTimer
 from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 

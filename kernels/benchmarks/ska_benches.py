@@ -1,11 +1,9 @@
-"""Rows of `benchmark.py`: SKA, Mamba-2's SSD by our `gla` and by FLA, and
-FLA's Gated DeltaNet.
+"""Rows of `benchmark.py`: SKA, Mamba-2's SSD by our `gla` and by FLA, and FLA's Gated DeltaNet.
 
 D of a row is the size P of a value; the Koopman rank r is a field of its own. The rows of FLA need FLA to be
 installed.
 """
 
-import functools
 import importlib.util
 
 import torch
@@ -76,31 +74,6 @@ def fla_ssd(refuses: bool):
     return forward
 
 
-def draw_constant(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
-    return {name: t for name, t in draw_ssd(B, T, H, D).items() if name != "log_decay"}
-
-
-@functools.cache
-def constant_decay(heads: int) -> Tensor:
-    return -0.1 * torch.rand(heads, device="cuda")
-
-
-def fla_constant(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """FLA's op with one decay per head. FLA does not refuse its backward; it does less work, as the decay has no
-    gradient.
-    """
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    decay = constant_decay(x["q"].shape[2])
-    return chunk_simple_gla(x["q"], x["k"], x["v"], g_gamma=decay, output_final_state=True)
-
-
-def fla_fused(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    from fla.ops.simple_gla import fused_chunk_simple_gla
-
-    return fused_chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], output_final_state=True)
-
-
 def draw_gdn(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
     return {**draw_ssd(B, T, H, D), "beta": torch.rand(B, T, H, device="cuda").bfloat16()}
 
@@ -121,8 +94,6 @@ if importlib.util.find_spec("fla"):
     BENCHES += [
         {**SSD, "forward": fla_ssd(True), "fields": {"by": name}, "refusal": refusal},
         {**SSD, "forward": fla_ssd(False), "fields": {"by": f"{name}, refusal lifted"}},
-        {**SSD, "forward": fla_constant, "draw": draw_constant, "fields": {"by": f"{name}, constant decay"}},
-        {**SSD, "forward": fla_fused, "fields": {"by": "fla fused_chunk_simple_gla"}},
         # Gated DeltaNet, the linear attention whose state is nearest to GKA's
         {
             "op": "gdn",

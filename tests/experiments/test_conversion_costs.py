@@ -29,8 +29,8 @@ def test_the_rule_gives_what_was_measured(costs):
 def test_the_timed_shape_is_that_of_the_benchmark(monkeypatch):
     """`kernels/benchmarks` is no package. The longest position has no effect on the time."""
     monkeypatch.syspath_prepend(str(CHECKOUT / "kernels/benchmarks"))
-    monkeypatch.delitem(sys.modules, "benchmark_generate", raising=False)
-    shape = __import__("benchmark_generate").SHAPE
+    monkeypatch.delitem(sys.modules, "llama", raising=False)
+    shape = __import__("llama").SHAPE
     sizes = shape.keys() - {"max_position_embeddings"}
     assert {name: TIMED.fields[name] for name in sizes} == {name: shape[name] for name in sizes}
     assert {name: TIMED.fields[name] for name in sizes - {"vocab_size"}}.items() <= DISTILLED.fields.items()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checks import assert_close, error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
+from paths import PATHS, VARIANTS, everyday, on_paths, parametrize, quick
 from pool import Pool
 
 # lengths around the chunk size of 64, head sizes that are not powers of two, grouped heads
@@ -23,46 +24,43 @@ LARGEST = Shape(1, 20, 1, 1, 256, 256)
 SMALL = Shape(1, 70, 2, 1, 32, 32)
 
 every_op = pytest.mark.parametrize("op", OPS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def affordable(request):
-    """In the slow interpreter, rows that differ from another row only by an option run one comparison."""
-    params = request.node.callspec.params
-    interpreted = params.get("backend") == "triton" and DEVICE == "cpu"
-    op, shape = params.get("op"), params.get("shape")
-    if not interpreted or op is None:
-        return
-    if (op.brief and shape != SHAPES[1]) or ("refinement" in op.options and shape != SHAPES[2]):
-        pytest.skip("the row that this one varies covers this in the interpreter")
-    if op.sequential and shape is not None and shape.B * shape.T > 65:
-        pytest.skip("token by token: the shapes left cross a checkpoint too")
+everywhere, quickly = on_paths(), on_paths(quick)
 
 
 def within(op, dtype=torch.float32):
     return lambda name: op.tolerance(dtype, grad=name.startswith("d "))
 
 
-@pytest.mark.product_rows(
-    r"triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
-    r"triton-carried-1x17x.*-gla_shared",
-    r"triton-fresh-2x1x.*-(?!gla\])",
-    r"triton-.*-gka_sketched",
-)  # large for Triton's interpreter
-@pytest.mark.product_rows(r"triton-.*-lattice_(enc|sim|free)")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r"(torch|native)-(?!carried-1x(17|130)x).*-lattice_")  # variants of an op
-@pytest.mark.product_rows(
-    r"(torch|native)-.*-(?!(1x17|1x63|2x1)x)\dx\d+x.*gka",
-    r"(torch|native)-(fresh-.*gka|carried-1x63x.*gka_)",
-    r"native-carried-1x63x.*gka\]",
-)  # the reference of GKA solves per token
-@pytest.mark.product_rows(r"(torch|native)-fresh-(1x(20|63|65|66|130)|2x64)x")  # many tokens or iterations
-@every_op
-@pytest.mark.parametrize("shape", [*SHAPES, LARGEST], ids=str)
-@pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
-def test_equals_naive(op, shape, carried, backend, poisoned_empty):
-    if backend == "triton" and DEVICE == "cpu" and carried == (shape in SHAPES[::2]):
-        pytest.skip("the interpreter is slow: each shape runs once there, with or without a carried state")
+def rows_of(op, path: str) -> list[tuple[Shape, bool]]:
+    """Shapes, and whether a state is carried in. On a CPU each row differs from the others in what it reaches."""
+    if DEVICE == "cuda":
+        return [(shape, carried) for shape in [*SHAPES, LARGEST] for carried in (False, True)]
+    one, grouped, short, chunk, _, several, _ = SHAPES
+    if op.name in VARIANTS:
+        return [(grouped, True)] + [(several, True)] * (path == "torch")
+    if path == "torch":
+        return [(one, False), (grouped, True), (short, False), (chunk, False), (several, True), (LARGEST, True)]
+    if path == "native":
+        return [(one, False), (grouped, True), (several, True)]
+    # few tokens where heads are wide; token by token, the shape of 65 crosses a checkpoint
+    longest = (Shape(1, 65, 1, 1, 32, 32), False) if op.sequential else (several, True)
+    widest = Shape(1, 5, 1, 1, 256, 256) if op.name in ("gla", "gka") else Shape(1, 5, 1, 1, 128, 128)
+    return [(one, False), (grouped, True), (short, False), longest, (widest, True)]
+
+
+def contract_rows() -> list[tuple]:
+    found = []
+    for path in PATHS:
+        for op in OPS:
+            for shape, carried in rows_of(op, path):
+                often = carried and shape == SHAPES[1] and (path != "triton" or op.name in ("gla", "coffee"))
+                found.append((op, shape, "carried" if carried else "fresh", path, often))
+    return found
+
+
+@parametrize(("op", "shape", "start", "backend"), contract_rows())
+def test_equals_naive(op, shape, start, backend):
+    carried = start == "carried"
     inputs, state, weights, want = reference(op.name, shape, carried)
     got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
     assert_close(got, want, within(op))
@@ -105,14 +103,14 @@ def test_each_gradient_alone(op):
             torch.testing.assert_close(alone, expected, msg=name)
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
-@pytest.mark.product_rows(r"triton-.*short_conv")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r"(torch|native)-.*gka_[rs]", r"native-gka")  # the reference of GKA solves per token
-@every_op
+def also_gka(op, path: str) -> bool:
+    """The reference of GKA solves per token: one path of it is enough."""
+    return everyday(op, path) and (op.name != "gka" or path == "torch")
+
+
+@on_paths(also_gka, paths=PATHS[: 2 if DEVICE == "cuda" else 3])  # a GPU's Triton kernels never get float64
 def test_float64(op, backend):
     """In float64, where rounding is small: outputs, states and every gradient, on each path that accepts float64."""
-    if backend == "triton" and DEVICE == "cuda":
-        pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
     op = dataclasses.replace(op, options=op.converged)
     inputs, state = op.draw(SMALL, torch.float64), op.draw_state(SMALL, 1, torch.float64)
     weights = []
@@ -122,20 +120,19 @@ def test_float64(op, backend):
     assert_close(got, want, within(op, torch.float64))
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
-@pytest.mark.product_rows(r"triton-.*short_conv")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r"torch-torch.float16-(?!gla)")  # variants of an op
-@pytest.mark.product_rows(
-    r"(torch|native)-.*gka_[rs]", r"native-torch.float16-gka\]", r"native-torch.bfloat16-gka\]"
-)  # the reference of GKA solves per token
-@every_op
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def low_precision_rows() -> list[tuple]:
+    """The interpreter multiplies no bfloat16, and some rows make no promise in 16 bits for their kernels."""
+    rows = [(op, dtype, path) for path in PATHS for dtype in (torch.float16, torch.bfloat16) for op in OPS]
+    rows = [row for row in rows if row[2] != "triton" or row[0].low_precision]
+    if DEVICE == "cpu":
+        rows = [(op, dtype, path) for op, dtype, path in rows if op.name not in VARIANTS]
+        rows = [row for row in rows if row[1] == (torch.float16 if row[2] == "triton" else torch.bfloat16)]
+    return [(*row, everyday(row[0], row[2]) and row[0].name != "gka") for row in rows]
+
+
+@parametrize(("op", "dtype", "backend"), low_precision_rows())
 def test_low_precision(op, dtype, backend):
     """With inputs of 16 bits, o and gradients have the inputs' dtype and the states are float32."""
-    if backend == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter multiplies no bfloat16")
-    if backend == "triton" and not op.low_precision:
-        pytest.skip("this row makes no promise in 16 bits")
     shape = SHAPES[2]
     inputs, state, weights = op.draw(shape, dtype), op.draw_state(shape, shape.B, dtype), []
     want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
@@ -161,11 +158,7 @@ def in_parts(op, cuts):
     return split
 
 
-@pytest.mark.product_rows(
-    r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)", r"triton-coffee", r"triton-short_conv"
-)  # large for Triton's interpreter
-@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
-@every_op
+@everywhere
 def test_split_with_carried_state_equals_whole(op, backend):
     """Outputs, final state and all gradients are equal; gradients reach earlier parts through the carried states."""
     inputs, state, weights = op.draw(SMALL, torch.float32), op.draw_state(SMALL, 1, torch.float32), []
@@ -174,13 +167,12 @@ def test_split_with_carried_state_equals_whole(op, backend):
     assert_close(got, want, within(op))
 
 
-@pytest.mark.product_rows(r"triton")  # large for Triton's interpreter
 @pytest.mark.parametrize("options", [{"num_iterations": 8}, {"refinement": (3, 4)}], ids=str)
-def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backend):
+@on_paths(ops=[op for op in OPS if op.name == "gka"])
+def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(op, options, backend):
     """With few iterations the solver has not converged. The gradients still do not depend on splits of the
     sequence.
     """
-    op = next(op for op in OPS if op.name == "gka")
     op = dataclasses.replace(op, options=options)
     shape, dtype = SMALL._replace(T=150), torch.float64 if backend == "torch" else torch.float32
     tolerance = 1e-12 if backend == "torch" else op.tolerance(dtype)
@@ -194,8 +186,7 @@ def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backen
         assert_close(got, want, lambda name: tolerance)
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
-@every_op
+@quickly
 def test_steps_equal_chunks(op, backend):
     shape = SMALL._replace(B=2, T=9, H=4, Hk=2, D=48)
     inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 2, torch.float32)
@@ -206,12 +197,9 @@ def test_steps_equal_chunks(op, backend):
     assert all(error(a, b) <= op.tolerance(torch.float32) for a, b in zip(state, want_state, strict=True))
 
 
-@pytest.mark.product_rows(
-    r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)", r"triton-(24-torch.int32|64-torch.int64)"
-)  # large for Triton's interpreter
-@every_op
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("gap", [64, 24])  # with the second one, no state begins at a multiple of 16 bytes
+# with the second gap, no state begins at a multiple of 16 bytes
+@pytest.mark.parametrize(("gap", "index_dtype"), [(64, torch.int32), (24, torch.int64)], ids=["64-int32", "24-int64"])
+@quickly
 def test_steps_on_pages(op, gap, index_dtype, backend):
     """Two steps on pages, in two orders of the rows, equal steps on contiguous states and the float64 reference.
 
@@ -243,11 +231,7 @@ def test_steps_on_pages(op, gap, index_dtype, backend):
     )
 
 
-@pytest.mark.product_rows(
-    r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)", r"triton-coffee", r"triton-short_conv"
-)  # large for Triton's interpreter
-@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
-@every_op
+@everywhere
 def test_packed_equals_separate(op, backend):
     inputs = op.draw(SMALL, torch.float32)
     bounds = [0, 0, 1, 1, 40, SMALL.T, SMALL.T]  # empty ones first, between and last, and one token
@@ -275,8 +259,7 @@ def test_packed_equals_separate(op, backend):
         assert_close(got, want, within(op))
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
-@pytest.mark.parametrize("op", [op for op in OPS if op.silence], ids=str)
+@on_paths(quick, [op for op in OPS if op.silence])
 def test_padding_writes_nothing(op, backend):
     """Rows padded on the left or on both sides equal the rows without padding; gradients at padded tokens are zero."""
     shape = SMALL._replace(B=2)
@@ -310,9 +293,7 @@ def test_padding_writes_nothing(op, backend):
         assert error(grads[name], total) <= op.tolerance(torch.float32, grad=True), name
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
-@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
-@every_op
+@everywhere
 def test_is_causal(op, backend):
     inputs = op.draw(SMALL, torch.float32)
     changed = {name: t if name in op.parameters else t.clone() for name, t in inputs.items()}
@@ -324,11 +305,9 @@ def test_is_causal(op, backend):
 
 
 @pytest.mark.product_rows(r"(lattice_|gka_sketched)")  # variants of an op
-@every_op
+@pytest.mark.parametrize("op", [op for op in OPS if "refinement" not in op.options], ids=str)
 def test_gradcheck_of_naive(op):
     """The gradients of the reference by autograd equal finite differences in float64."""
-    if "refinement" in op.options:
-        pytest.skip("the same recurrence as the row without refinement")
     op = dataclasses.replace(op, options=op.smooth)
     shape = Shape(1, 4, 2, 1, 3, 2)
     inputs, state = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64)
@@ -342,22 +321,19 @@ def test_gradcheck_of_naive(op):
     assert torch.autograd.gradcheck(fn, [t.requires_grad_() for t in (*inputs.values(), *state)])
 
 
-@pytest.mark.product_rows(r"triton-.*(lattice|ska|gka|coffee_f|gla_|gated_)")  # large for Triton's interpreter
-@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
-@pytest.mark.product_rows(
-    r"(torch|native)-.*gka_[rs]", r"(torch|native)-gka\]"
-)  # the reference of GKA solves per token
-@every_op
+DECAYED = [op for op in OPS if "log_decay" in op.draw(SMALL, torch.float32)]
+
+
+# too long for the interpreter; the reference of GKA solves per token
+@on_paths(
+    lambda op, path: everyday(op, path) and op.name != "gka",
+    [op for op in DECAYED if op.name not in VARIANTS],
+    PATHS[: 2 + (DEVICE == "cuda")],
+)
 def test_gradient_of_log_decay_stays_local(op, backend):
     """The gradient of the decay is summed within chunks, so its error does not grow with the length of the
     sequence.
     """
-    if "log_decay" not in op.draw(SMALL, torch.float32):
-        pytest.skip("no decay")
-    if "refinement" in op.options:
-        pytest.skip("the same sums as the row without refinement")
-    if backend == "triton" and DEVICE == "cpu":
-        pytest.skip("too long for the interpreter")
     shape = Shape(1, 320, 1, 1, 32, 32)
     inputs, weights = op.draw(shape, torch.float32), []
     inputs["log_decay"] *= 0.01
@@ -366,15 +342,10 @@ def test_gradient_of_log_decay_stays_local(op, backend):
     assert error(got["d log_decay"], want["d log_decay"]) <= op.tolerance(torch.float32, grad=True)
 
 
-@pytest.mark.product_rows(r"triton-(none|total-(gka|gla_|gated_))")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r".*-(lattice_|gka_[rs]|coffee_filtered)")  # variants of an op
-@pytest.mark.product_rows(r"(torch-(none|total)|native-(none|strong))-gka\]")  # the reference of GKA solves per token
-@every_op
 @pytest.mark.parametrize("decay", [0.0, -1e4], ids=["none", "total"])  # test_hard_inputs.py has those between
+@on_paths(lambda op, path: everyday(op, path) and op.name != "gka", DECAYED)
 def test_extreme_decay(op, decay, backend):
     inputs = op.draw(SMALL, torch.float32)
-    if "log_decay" not in inputs:
-        pytest.skip("no decay")
     inputs["log_decay"].fill_(decay)
     weights = []
     want = outputs_and_gradients(op, op.naive, inputs, None, weights=weights)

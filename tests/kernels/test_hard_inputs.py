@@ -9,6 +9,7 @@ from checks import outputs_and_gradients
 from draw import DEVICE
 from hard_inputs import CHANGE, HARD, failures, rounded
 from ops_table import OPS, Op, Shape
+from paths import PATHS, VARIANTS, exists, parametrize
 from torch import Tensor
 
 # one chunk, two, two after a drawn state, and many
@@ -106,77 +107,82 @@ def compare(op, name: str, length: str, dtype: torch.dtype):
 
 
 hard = pytest.mark.parametrize(("op", "name"), pairs(OPS), ids=str)
+FEW = ("small values, common keys", "equal tokens", "no values")  # in the interpreter, every day
 TURNS = ("short", "carried", "long")
-# variants of an op have one length
-both_lengths = pytest.mark.parametrize(
-    ("turn", "op", "name"),
-    [
-        (turn, op, name)
-        for turn in ("chunks", "turn")
-        for op, name in pairs(OPS)
-        if turn == "chunks" or "_" not in op.name
-    ],
-    ids=str,
-)
 
 
-def length_of(turn: str, op, name: str, backend: str) -> str:
-    """Two chunks, or another length, which comes in turn; the interpreter has time for the shortest only."""
-    if backend == "triton" and DEVICE == "cpu":
-        if turn != "chunks":
-            pytest.skip("too long for the interpreter")
-        return "short"
-    length = turn if turn == "chunks" else TURNS[(OPS.index(op) + [*HARD].index(name)) % 3]
-    # the reference of GKA solves per token; its variants cross chunks in test_contract.py
-    slow = op.name.startswith("gka_") or (length == "long" and op.name == "gka")
-    return "short" if slow else length
+def lengths_of(op, name: str, path: str) -> list[str]:
+    """Two chunks, and another length, which comes in turn; the interpreter has time for the shortest only."""
+    if path == "triton" and DEVICE == "cpu":
+        return ["short"]
+    if op.name in VARIANTS:  # those of GKA cross chunks in test_contract.py: its reference solves per token
+        return ["short" if op.name.startswith("gka_") else "chunks"]
+    turn = TURNS[(OPS.index(op) + [*HARD].index(name)) % 3]
+    return ["chunks", "short" if turn == "long" and op.name.startswith("gka") else turn]
 
 
-@pytest.mark.product_rows(
-    r"torch-(?!chunks-(?!gka|lattice_|coffee_f))",
-    r"native-(?!chunks-(?!gka))",
-    r"triton-(?!chunks-(gla|lattice|coffee|ska|gated_delta)-(small values, common|equal tokens|no values))",
-)  # per op, the torch and native paths at two chunks stay
-@both_lengths
-def test_float32(turn, op, name, backend):
-    compare(op, name, length_of(turn, op, name, backend), torch.float32)
+def float32_rows() -> list[tuple]:
+    found = []
+    for op, name, path in [(*pair, path) for path in PATHS for pair in pairs(OPS) if exists(pair[0], path)]:
+        for length in lengths_of(op, name, path):
+            often = length == "chunks" and op.name != "gka" and op.name not in VARIANTS
+            if path == "triton":
+                often = name in FEW and op.name in ("gla", "lattice", "coffee", "ska", "gated_delta")
+            found.append((op, name, length, path, often))
+    return found
 
 
-@pytest.mark.product_rows(r"(?!chunks-lattice-)")  # per op, the torch and native paths at two chunks stay
-@both_lengths
-def test_bfloat16(turn, op, name, monkeypatch):
-    if not op.low_precision:
-        pytest.skip("this row makes no promise in 16 bits")
+@parametrize(("op", "name", "length", "backend"), float32_rows())
+def test_float32(op, name, length, backend):
+    compare(op, name, length, torch.float32)
+
+
+@pytest.mark.product_rows(r"(?!lattice-)")
+@pytest.mark.parametrize(("op", "name"), pairs([op for op in OPS if op.low_precision]), ids=str)
+def test_bfloat16(op, name, monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
-    compare(op, name, length_of(turn, op, name, "native"), torch.bfloat16)
+    compare(op, name, "chunks", torch.bfloat16)
 
 
 @pytest.mark.gpu
-@hard
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("op", "name", "dtype"),
+    [
+        (*row, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+        for row in pairs(OPS)
+        if row[0].low_precision or dtype == torch.float32
+    ],
+    ids=str,
+)
 def test_on_a_gpu(dtype, op, name, monkeypatch):
-    if not op.low_precision and dtype == torch.bfloat16:
-        pytest.skip("this row makes no promise in 16 bits")
     monkeypatch.delenv("HF_MEMMIX_BACKEND", raising=False)
     compare(op, name, "chunks" if op.name.startswith("gka") else "long", dtype)
 
 
-@pytest.mark.product  # per op, the torch and native paths at two chunks stay
-@pytest.mark.parametrize(("op", "name"), pairs(FORMS), ids=str)
+def other_forms() -> list[tuple]:
+    """Without those too long for the interpreter, and S k = 0 of TTT, which has no direction."""
+    return [
+        (op, name, path, False)
+        for path in PATHS[: 3 if DEVICE == "cuda" else 2]
+        for op, name in pairs(FORMS)
+        if not (op.name == "lattice_ttt" and name in ("no keys", "empty start"))
+    ]
+
+
+@parametrize(("op", "name", "backend"), other_forms())
 def test_other_forms(op, name, backend):
     """Options of an op, and methods that compute the same in another way."""
-    if backend == "triton" and DEVICE == "cpu":
-        pytest.skip("too long for the interpreter")
-    if op.name == "lattice_ttt" and name in ("no keys", "empty start"):
-        pytest.skip("S k = 0 has no direction: the reference divides zero by zero")
     compare(op, name, "chunks", torch.float32)
 
 
-@pytest.mark.product_rows(
-    r"(triton|torch-(lattice|coffee|gka)|native-(.*_))"
-)  # per op, the torch and native paths at two chunks stay
+def step_rows() -> list[tuple]:
+    rows = [(op, name, path) for path in PATHS for op, name in pairs(OPS) if exists(op, path)]
+    return [(*row, row[2] != "triton" and row[0].name in ("gla", "ska", "short_conv")) for row in rows]
+
+
 @torch.no_grad()
-@hard
+@parametrize(("op", "name", "backend"), step_rows())
 def test_steps(op, name, backend):
     """Decode steps from a state that earlier tokens left."""
     shape = shape_of("short")

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from draw import randn
+from draw import DEVICE, randn
 from hard_inputs import failures, rounded
 from ops_table import TOLERANCE
+from paths import PATHS, parametrize
 
 from hf_memmix_kernels import naive_short_conv
 from hf_memmix_kernels.rowwise import (
@@ -50,14 +51,18 @@ def results(fn, inputs: dict, options: dict, weights: list) -> dict:
     return named | {f"d {n}": g for n, g in zip(leaves, grads, strict=True)}
 
 
-@pytest.mark.product_rows(r"triton")  # per op, the torch and native paths at two chunks stay
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", FUNCTIONS)
+def scale_rows() -> list[tuple]:
+    """The interpreter rounds bfloat16 otherwise."""
+    dtypes = {path: [torch.float32, torch.bfloat16] for path in PATHS}
+    if DEVICE == "cpu":
+        dtypes["triton"] = [torch.float32]
+    rows = [(name, scale, path) for path in PATHS for scale in SCALES for name in FUNCTIONS]
+    return [(name, scale, dtype, path, path != "triton") for name, scale, path in rows for dtype in dtypes[path]]
+
+
+@parametrize(("name", "scale", "dtype", "backend"), scale_rows())
 def test_scales(name, scale, dtype, backend):
     """Every token at a scale; one path and dtype per call, and each input in turn."""
-    if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
-        pytest.skip("the interpreter rounds bfloat16 otherwise")
     fn, naive, names, options = FUNCTIONS[name]
     for scaled in names:
         inputs = draw(name, names, dtype)

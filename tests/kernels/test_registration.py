@@ -9,6 +9,7 @@ import pytest
 import torch
 from checks import error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
+from paths import PATHS, everyday, exists, on_paths, parametrize
 from pool import Pool
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
 every_op = pytest.mark.parametrize("op", OPS, ids=str)
-once_per_function = pytest.mark.parametrize(
-    "op", [op for op in OPS if not (op.brief or "refinement" in op.options)], ids=str
-)
+ONCE = [op for op in OPS if not (op.brief or "refinement" in op.options)]
+once_per_function = pytest.mark.parametrize("op", ONCE, ids=str)
 
 
 class Recorder(TorchDispatchMode):
@@ -37,15 +37,20 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.product_rows(r"triton-(?!gla)")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(
-    r"torch-packed-(?!gka)", r".*-(gka_[rs]|lattice_|gla_s|coffee_f)", r"(torch-batched|native-packed)-(?!gka)"
-)  # variants of an op
-@once_per_function
-@pytest.mark.parametrize("bounds", [None, [0, 7, 20]], ids=["batched", "packed"])
+def compiled_rows() -> list[tuple]:
+    """What torch.compile sees of packed inputs is the same on both paths of a GPU."""
+    rows = [(op, path, bounds) for path in PATHS for op in ONCE for bounds in ("batched", "packed")]
+    rows = [row for row in rows if exists(*row[:2]) and row[1:] != ("triton", "packed")]
+    return [(op, bounds, path, often(op, path, bounds)) for op, path, bounds in rows]
+
+
+def often(op, path: str, bounds: str) -> bool:
+    return (op.name == "gla" and path == "triton") or (op.name == "gka" and path != "triton")
+
+
+@parametrize(("op", "bounds", "backend"), compiled_rows())
 def test_compiles_to_one_graph(op, bounds, backend):
-    if bounds and backend == "triton":
-        pytest.skip("what torch.compile sees is the same on both paths")
+    bounds = [0, 7, 20] if bounds == "packed" else None
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     state = op.draw_state(SHAPE, 1 if bounds is None else len(bounds) - 1, torch.float32)
@@ -113,22 +118,6 @@ def test_a_bias_and_lengths_that_are_not_contiguous(backend):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.product_rows(r"triton-(?!gla)")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r".*-(gka_[rs]|lattice_|gla_s|coffee_f)", r"torch-(?!gka|gla)")  # variants of an op
-@every_op
-def test_step_compiles_and_updates_in_place(op, backend):
-    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
-    state = op.draw_state(SHAPE, 1, torch.float32)
-    mine, theirs = (tuple(s.clone() for s in state) for _ in range(2))
-    want = op.step(op, inputs, theirs)
-    torch._dynamo.reset()
-    got = torch.compile(lambda inputs, state: op.step(op, inputs, state), fullgraph=True, backend="aot_eager")(
-        inputs, mine
-    )
-    assert error(got, want) <= 1e-6
-    assert all(error(a, b) <= 1e-6 for a, b in zip(mine, theirs, strict=True))
-
-
 @pytest.mark.product_rows(r"(?!(gka|lattice)\])")  # variants of an op
 @pytest.mark.compiles
 @torch.no_grad()
@@ -155,7 +144,8 @@ def test_opcheck(op):
         o, final = op.run(op.fast, inputs)
         (o.sum() + sum(s.sum() for s in final)).backward()
         one = op.tokens({name: t.detach() for name, t in inputs.items()}, slice(0, 1))
-        op.step(op, one, op.draw_state(SHAPE, 1, torch.float32))
+        pool = Pool(op.draw_state(SHAPE, 1, torch.float32), [1], pages=2, gap=64)
+        op.step(op, one, pool.states, torch.tensor([1], device=DEVICE))
     names = {func.name().rsplit("_", 1)[-1] for func in recorder.calls}
     assert names == {"fwd", "bwd", "step"}
     for func, (args, kwargs) in recorder.calls.items():
@@ -164,9 +154,7 @@ def test_opcheck(op):
         torch.library.opcheck(func, args, kwargs)
 
 
-@pytest.mark.product_rows(r"triton-(?!gla)", r"triton")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r".*-(gka_[rs]|lattice_|gla_s|coffee_f)", r"torch-(?!gla|gka\])")  # variants of an op
-@every_op
+@on_paths(lambda op, path: everyday(op, path) and path == "torch" and op.name in ("gla", "gka"))
 def test_step_on_pages_compiles(op, backend):
     """The compiled function gets the memory of a pool and makes views of its states; the page indices change."""
     shape = SHAPE._replace(B=2)
@@ -184,17 +172,6 @@ def test_step_on_pages_compiles(op, backend):
         for a, b in zip(mine.states, theirs.states, strict=True):
             assert error(a[[1, 3]], b[[1, 3]]) <= 1e-6
     assert torch.equal(mine.outside([1, 3]), theirs.outside([1, 3]))
-
-
-@pytest.mark.product_rows(r"(?!gla\])")  # variants of an op
-@once_per_function
-def test_opcheck_of_a_step_on_pages(op):
-    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
-    pool = Pool(op.draw_state(SHAPE, 1, torch.float32), [1], pages=2, gap=64)
-    with Recorder() as recorder:
-        op.step(op, inputs, pool.states, torch.tensor([1], device=DEVICE))
-    ((func, (args, kwargs)),) = recorder.calls.items()
-    torch.library.opcheck(func, args, kwargs)
 
 
 @once_per_function

@@ -5,6 +5,7 @@ import torch
 from checks import assert_close, error, outputs_and_gradients
 from draw import DEVICE, rand, randn
 from ops_table import OPS, Shape
+from paths import PATHS, parametrize
 from ska_rows import POSITION, draw_state
 from ska_rows import draw as draw_tokens
 
@@ -30,13 +31,17 @@ def statistics(r: int, P: int, tokens: int) -> tuple[torch.Tensor, ...]:
     return k, v, k.mT @ k, k[1:].mT @ k[:-1], v.mT @ k
 
 
-@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
-@pytest.mark.product_rows(r"torch-raw")  # variants of an op
-@pytest.mark.parametrize("power", range(5))
-@pytest.mark.parametrize("spectral_norm", [False, True], ids=["raw", "normalised"])
-def test_every_power(power, spectral_norm, backend):
-    if backend == "triton" and DEVICE == "cpu" and (power, spectral_norm) not in ((0, True), (1, False), (4, True)):
-        pytest.skip("the interpreter is slow: the contract's row has power 2")
+def power_rows() -> list[tuple]:
+    """In the interpreter three of them: the contract's row has power 2."""
+    rows = [(power, norm, path) for path in PATHS for norm in ("raw", "normalised") for power in range(5)]
+    few = ((0, "normalised"), (1, "raw"), (4, "normalised"))
+    rows = [row for row in rows if row[2] != "triton" or DEVICE == "cuda" or row[:2] in few]
+    return [(*row, row[2] == "torch" and row[1] == "normalised") for row in rows]
+
+
+@parametrize(("power", "norm", "backend"), power_rows())
+def test_every_power(power, norm, backend):
+    spectral_norm = norm == "normalised"
     options = {"power": power, "spectral_norm": spectral_norm, "chunk_size": 12, "eps": 0.05}
     dtype = F64 if backend == "torch" else torch.float32
     shape = SHAPE._replace(B=1, T=26)

@@ -124,8 +124,10 @@ class _Launch:
         self.scan(gka_fwd_kernel_scan, "fwd_scan", tensors)
         return H0, UT0, h_final, u_final
 
-    def solve(self, phases, high, low, factor, k, log_decay, beta, H0, x, parked):
+    def solve(self, phases, rhs: tuple, matrix: tuple, x, parked):
         """Write the solution for factor * (high + low) into x; returns |H_t| [B, T, H].
+
+        `rhs` is (high, low, factor), `matrix` (k, log_decay, beta, H0).
 
         `parked` is memory for q.numel() float32 numbers, which only the solver of wide states uses; it may be x.
         """
@@ -133,14 +135,13 @@ class _Launch:
         steps = [tau for count in phases for tau in richardson_steps(count, self.ridge)]
         table = norms.new_empty(len(phases) + len(steps))
         gka_kernel_steps[(1,)](table, VALUES=(*map(float, phases), *steps), num_warps=1)
-        problem = (high, low, factor), (k, log_decay, beta, H0)
         sizes = {"PHASES": len(phases), **self.narrow, "HK": self.HK, **self.options("solve", self.DS)}
         if self.wide:
             gka_kernel_solve_wide[self.chunk_grid](
-                *problem, (x, parked, norms), *self.by_chunk, table, self.ridge, **sizes
+                rhs, matrix, (x, parked, norms), *self.by_chunk, table, self.ridge, **sizes
             )
         else:
-            gka_kernel_solve[self.chunk_grid](*problem, x, norms, *self.by_chunk, table, self.ridge, **sizes)
+            gka_kernel_solve[self.chunk_grid](rhs, matrix, x, norms, *self.by_chunk, table, self.ridge, **sizes)
         return norms
 
 
@@ -152,7 +153,7 @@ def gka_forward(inputs: Inputs, states: States, packing: Packing, solver: Solver
     launch = _Launch(q, k, v, packing.cu_seqlens, solver)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
     x = torch.empty_like(q, dtype=torch.float32)
-    launch.solve(launch.phases, q, None, None, k, log_decay, beta, H0, x, x)
+    launch.solve(launch.phases, (q, None, None), (k, log_decay, beta, H0), x, x)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     gka_fwd_kernel_read[launch.chunk_grid](
         (q, k, v, log_decay, alpha, beta), UT0, x, o, *launch.by_chunk, solver.scale,
@@ -184,7 +185,7 @@ def gka_backward(upstream, inputs, states, kept, packing, solver, chunks):
     size = launch.chunks * launch.H * launch.DK**2
     memory = q.new_empty(max(size, 2 * q.numel()) if launch.wide else size)
     E, parked = memory[:size], memory.view(torch.float32) if launch.wide else None
-    norms = launch.solve(gradient_phases(phases), dq, low, alpha, k, log_decay, beta, H0, z, parked)
+    norms = launch.solve(gradient_phases(phases), (dq, low, alpha), (k, log_decay, beta, H0), z, parked)
     decayed_x = torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
         (log_decay, alpha), (H0, x, z, dq, norms), (dq, decayed_x, ridge_t, from_start, local),

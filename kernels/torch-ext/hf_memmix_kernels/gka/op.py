@@ -103,10 +103,11 @@ def _(q, k, v, *rest):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
-def check(q, k, v, log_decay, alpha, beta, sketch, state, cu_seqlens, ridge):
+def check(inputs: tuple[Tensor | None, ...], sketch, ridge: float, state=None, cu_seqlens=None):
     """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together; without `state`, the state is
     not checked.
     """
+    q, k, v, log_decay, alpha, beta = inputs
     check_heads("gka", q, k, v, log_decay=log_decay, alpha=alpha, beta=beta)
     sizes = k.shape[2], q.shape[-1]
     if sketch is not None and not (
@@ -201,7 +202,7 @@ def chunk_gka(
     Raises:
         ValueError: shapes, head sizes, iteration counts, the ridge or the chunk size do not fit.
     """
-    check(q, k, v, log_decay, alpha, beta, sketch, initial_state, cu_seqlens, ridge)
+    check((q, k, v, log_decay, alpha, beta), sketch, ridge, initial_state, cu_seqlens)
     if chunk_size < 1:
         raise ValueError(f"gka: chunk_size={chunk_size} must be at least 1; the default is 64")
     phases = as_phases(num_iterations, refinement)
@@ -255,7 +256,7 @@ def gka_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    check(q, k, v, log_decay, alpha, beta, sketch, None, None, ridge)
+    check((q, k, v, log_decay, alpha, beta), sketch, ridge)
     if q.shape[1] != 1:
         raise ValueError(f"gka_step advances by one token, got {q.shape[1]}; use chunk_gka for several")
     check_step_states("gka_step", state, state_shapes(q.shape[0], q, v, sketch), state_indices)

@@ -10,6 +10,7 @@ from .._pages import check_step_states
 from .._registration import chunk_op, module, step_op
 from .arguments import Reach, Results, Sizes, States, Tokens, Upstream
 from .torch_path import (
+    Reads,
     Scores,
     in_order,
     last_of_packed,
@@ -139,44 +140,45 @@ def chunk_window(
         ValueError: shapes or sizes do not fit.
     """
     _check("window", q, k, v, window, sinks, sink_logits)
-    scores = Scores(scale, softcap, sink_logits)
+    x, reads = Tokens(q, k, v), Reads(window, sinks, Scores(scale, softcap, sink_logits))
     if cu_seqlens is None:
-        return _chunk(q, k, v, window, sinks, scores, initial_state, lengths, final_state)
+        return _chunk(x, reads, initial_state, lengths, final_state)
     check_cu_seqlens(cu_seqlens, q.shape[0])
     if initial_state is None and not sinks:
         place = torch.arange(q.shape[1], device=q.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), place.to(cu_seqlens.dtype), right=True)
         firsts = cu_seqlens[sequence.clamp_max(len(cu_seqlens) - 2)].long()
-        o = _outputs(q, k, v, window, sinks, scores, firsts=firsts)
+        o = _outputs(x, reads, firsts=firsts)
         return o, last_of_packed(k, v, cu_seqlens, window) if final_state else None
     outputs, states = [], []
     for n, length in enumerate(cu_seqlens.diff().tolist()):
         start = int(cu_seqlens[n])
         own = None if initial_state is None else tuple(t[n : n + 1] for t in initial_state)
-        part = (t[:, start : start + length] for t in (q, k, v))
-        o, state = _chunk(*part, window, sinks, scores, own, None, final_state)
+        part = Tokens(*(t[:, start : start + length] for t in x))
+        o, state = _chunk(part, reads, own, None, final_state)
         outputs.append(o)
         states.append(state)
     ends = tuple(torch.cat(parts) for parts in zip(*states, strict=True)) if final_state else None
     return torch.cat(outputs, 1), ends
 
 
-def _chunk(q, k, v, window, sinks, scores, state, lengths, final_state):
-    after = None
+def _chunk(x: Tokens, reads: Reads, state, lengths, final_state: bool):
+    (q, k, v), after = x, None
     if final_state or state is not None:
         ends = torch.full((q.shape[0],), q.shape[1], device=q.device) if lengths is None else lengths.long()
-        after = window_states(state, k, v, ends, window, sinks)
-    o = _outputs(q, k, v, window, sinks, scores, state, after)
+        after = window_states(state, k, v, ends, reads.window, reads.sinks)
+    o = _outputs(x, reads, state, after)
     return o, after if final_state else None
 
 
-def _outputs(q, k, v, window, sinks, scores, state=None, after=None, firsts=None):
+def _outputs(x: Tokens, reads: Reads, state=None, after=None, firsts=None):
     """See `torch_path.window_attention`, which computes what the kernels do not."""
+    (q, k, v), (window, sinks, scores) = x, reads
     exporting = torch.compiler.is_exporting()  # an exported program keeps the op: blocks depend on the length
     causal = not exporting and state is None and firsts is None and scores.softcap is None and q.shape[1] <= window
     kernels = exporting or (q.shape[1] > 0 and _kernels(q))
     if causal or sinks or scores.sink_logits is not None or not kernels:
-        return window_attention(q, k, v, window, sinks, scores, state, after, firsts)
+        return window_attention(x, reads, state, after, firsts)
     firsts = None if firsts is None else firsts[None]
     if state is not None:
         k, v = (torch.cat(parts, 1) for parts in zip(in_order(state, window, sinks), (k, v), strict=True))

@@ -42,6 +42,14 @@ class Scores(NamedTuple):
     sink_logits: Tensor | None = None
 
 
+class Reads(NamedTuple):
+    """Which keys a query reads, the last `window` ones and the first `sinks` ones, and how."""
+
+    window: int
+    sinks: int
+    scores: Scores
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None = None) -> Tensor:
     """y [B, H, Tq, D] of q [B, H, Tq, D] and k, v [B, Hk, Tk, D].
 
@@ -71,15 +79,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None 
 
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    sinks: int,
-    scores: Scores,
-    state: State | None = None,
-    after: State | None = None,
-    firsts: Tensor | None = None,
+    x: Tokens, reads: Reads, state: State | None = None, after: State | None = None, firsts: Tensor | None = None
 ) -> Tensor:
     """y [B, T, H, D] of q [B, T, H, D] and k, v [B, T, Hk, D].
 
@@ -88,11 +88,12 @@ def window_attention(
         after: `window_states` after them; needed with `state`.
         firsts: [T], B = 1: the place of the first token of each token's packed sequence; without `state` and sinks.
     """
+    (q, k, v), (window, sinks, scores) = x, reads
     batch, length = q.shape[:2]
     if not length:
         return torch.empty_like(q)
     if state is None and firsts is None and length <= window:
-        return attend(*(x.transpose(1, 2) for x in (q, k, v)), scores).transpose(1, 2)
+        return attend(*(t.transpose(1, 2) for t in x), scores).transpose(1, 2)
     if state is None:
         seen = q.new_zeros(1, dtype=torch.long)
         firsts_of = [x[:, :sinks] for x in (k, v)]
@@ -102,21 +103,21 @@ def window_attention(
         seen, same = state[2][:, 0], False
         firsts_of = [x[:, :sinks] for x in after[:2]]
         before = in_order(state, window, sinks)
-    return _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, same)
+    return _in_blocks(x, reads, before, firsts_of, seen, firsts, same)
 
 
 @flat(Tokens, Reach)
 def window_fwd_torch(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
     """What `window_fwd_triton` computes, without the logarithms of the sums."""
     (q, k, v), (firsts, window, scale, softcap) = x, reach
-    scores, before = Scores(scale, softcap), k.shape[1] - q.shape[1]
+    reads, before = Reads(window, 0, Scores(scale, softcap)), k.shape[1] - q.shape[1]
     if not before:
-        o = window_attention(q, k, v, window, 0, scores, firsts=None if firsts is None else firsts[0])
+        o = window_attention(x, reads, firsts=None if firsts is None else firsts[0])
     else:
-        parts = [x.split([before, q.shape[1]], 1) for x in (k, v)]
+        parts = [t.split([before, q.shape[1]], 1) for t in (k, v)]
         past, (k, v) = ([part[i] for part in parts] for i in (0, 1))
         seen = window - 1 - firsts[:, 0]
-        o = _in_blocks(q, k, v, past, None, seen, None, window, 0, scores, False)
+        o = _in_blocks(Tokens(q, k, v), reads, past, None, seen, None, False)
     return o.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
 
 
@@ -129,7 +130,7 @@ def window_bwd_torch(upstream: Upstream, x: Tokens, reach: Reach) -> tuple[Tenso
         return torch.autograd.grad(o, leaves, upstream.do)
 
 
-def _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, same: bool) -> Tensor:
+def _in_blocks(tokens: Tokens, reads: Reads, before, firsts_of, seen, firsts, same: bool) -> Tensor:
     """`window_attention` by blocks of queries.
 
     Args:
@@ -138,6 +139,7 @@ def _in_blocks(q, k, v, before, firsts_of, seen, firsts, window, sinks, scores, 
         seen: how many tokens stand before the queries, [B] or [1].
         same: whether all blocks but the first have the same mask.
     """
+    (q, k, v), (window, sinks, scores) = tokens, reads
     length, block = q.shape[1], max(window + sinks, SMALLEST_BLOCK)
     count = -(-length // block)
     fill = count * block - length

@@ -1,17 +1,11 @@
-"""Measures milliseconds per token of `generate()` with a static cache: a Llama, and the same Llama with memory mixers.
+"""The Llama of the benchmarks, with random weights, and milliseconds per token of its `generate()`.
 
-    python kernels/benchmarks/benchmark_generate.py --out kernels/benchmarks/results/generate_h200.json
-
-The weights (bf16) and the prompt are random. In the second model every layer has a mixer in place of attention. The
-time of a token is the time between two calls of a stopping criterion, so it includes everything that `generate()`
+The time of a token is the time between two calls of a stopping criterion, so it includes everything that `generate()`
 does. The first tokens, which compile, are not counted.
 """
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteria, StoppingCriteriaList
@@ -71,44 +65,3 @@ def measure(model, batch: int, context: int, new_tokens: int, cache: str) -> dic
         "ms_p90": round(sorted(steps)[int(0.9 * len(steps))], 3), "first_token_s": round(timer.times[0] - start, 2),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20),
     }  # fmt: skip
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit to record")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--long",
-        type=int,
-        default=2**20,
-        help="tokens of the long context, which only the model with memory mixers runs",
-    )
-    parser.add_argument("--only", nargs="*", choices=("llama", "gka"), help="measure only this model")
-    args = parser.parse_args()
-
-    only = set(args.only or ("llama", "gka"))
-    cases = {None: [(1, 1024), (32, 1024)], "gka": [(1, 1024), (32, 1024), (1, args.long)]}
-    rows = []
-    for mixer, shapes in cases.items():
-        if (mixer or "llama") not in only:
-            continue
-        model = build(mixer)
-        for batch, context in shapes:
-            row = {
-                "op": "generate",
-                "model": mixer or "llama",
-                **measure(model, batch, context, args.new_tokens, "static"),
-            }
-            row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": args.commit}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
-            torch._dynamo.reset()
-        del model
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

@@ -103,12 +103,11 @@ def test_each_gradient_alone(op):
             torch.testing.assert_close(alone, expected, msg=name)
 
 
-def also_gka(op, path: str) -> bool:
-    """The reference of GKA solves per token: one path of it is enough."""
-    return everyday(op, path) and (op.name != "gka" or path == "torch")
+# native code has no float64, and a GPU's Triton kernels never get it; the variants of GKA run the same solver
+IN_FLOAT64 = [op for op in OPS if op.name not in ("gka_refined", "gka_sketched")]
 
 
-@on_paths(also_gka, paths=PATHS[: 2 if DEVICE == "cuda" else 3])  # a GPU's Triton kernels never get float64
+@on_paths(ops=IN_FLOAT64, paths=("torch",) if DEVICE == "cuda" else ("torch", "triton"))
 def test_float64(op, backend):
     """In float64, where rounding is small: outputs, states and every gradient, on each path that accepts float64."""
     op = dataclasses.replace(op, options=op.converged)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hf_memmix.conversion.hashes import teacher_hash, write_sealed
-from hf_memmix.conversion.limits import check_length, check_tokens, check_transformer
+from hf_memmix.conversion.limits import check_length, check_tokens
+from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, replace_folder
 from hf_memmix.conversion.text_rows import beginning_of, encode
@@ -103,7 +104,7 @@ def sample_teacher(
         ValueError: a prompt is too long for the teacher, the interrupted run had other settings, no answer has ended,
             or the teacher is a converted model.
     """
-    check_transformer(teacher)
+    check_transformer(teacher.config.to_dict())
     for prompt in prompts:
         check_tokens(prompt.tokens, teacher, tokenizer, "a prompt")
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens

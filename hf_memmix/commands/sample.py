@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.checks import check_placement, check_texts, given_model, library
+from hf_memmix.commands.checks import check_placement, check_texts, given_teacher, library
 from hf_memmix.commands.common import (
     Device,
     DeviceMap,
@@ -68,7 +68,7 @@ def sample_teacher(
     check_placement(device, device_map)
     check_run_target(out_dir, overwrite)
     check_texts(prompts, text_field)
-    check_not_read(out_dir, folder := given_model(teacher), *prompts)
+    check_not_read(out_dir, folder := given_teacher(teacher), *prompts)
     with library():
         from hf_memmix.conversion.hashes import teacher_hash
         from hf_memmix.training.sampling import ANSWERS, prompts_of

@@ -38,8 +38,9 @@ def plan(
 ) -> None:
     """Say for each stage of a conversion whether it fits a GPU, with which settings, and how long it takes.
 
-    Only the teacher's config.json is read. Memory is computed from shapes. Hours are estimated from measured training
-    runs of 1B and 8B models on the GPU that the last line names.
+    Of the teacher only config.json is read. A temporary file of at most 256 MiB measures the disk. Memory is computed
+    from shapes. Hours are estimated from measured training runs of 1B and 8B models on the GPU that the last line
+    names.
     """
     from hf_memmix.conversion import layers_to_keep
 

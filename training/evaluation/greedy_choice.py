@@ -205,10 +205,10 @@ class Search:
         candidates = self._candidates(step, changed)
         for batch in self.batches[len(self.partial) :]:
             self.partial.append(measure_batch(self.runs, self.head, batch, candidates, advance))
-            self._save()
+            self._write()
         self.measured.append([self._sums(place) for place in range(len(candidates))])
         self.partial = []
-        self._save()
+        self._write()
 
     def _sums(self, place: int) -> dict:
         """The means of one candidate over all batches of the step."""
@@ -253,7 +253,7 @@ class Search:
 
     # ---- the file of a search
 
-    def _save(self) -> None:
+    def _write(self) -> None:
         if self.file is not None:
             record = {"measured": self.measured, "partial": self.partial}
             write_sealed(self.file, {"identity": self.identity, **record})

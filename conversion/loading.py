@@ -63,6 +63,12 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     # the library raises exceptions of many kinds for impossible values
     except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{str(folder)!r} has a config.json with impossible values: {one_line(error)}") from None
+    if model_class_of(type(config)) is None and config.get_text_config(decoder=True) is not config:
+        part = config.get_text_config(decoder=True).model_type
+        raise UserError(
+            f"{str(folder)!r} holds a {config.model_type!r} model of several parts, which is not converted as a whole;"
+            f" give a folder with a language model alone (here it is {part!r}) of a family in conversion/README.md"
+        )
     if model_class_of(type(config)) is None:
         raise UserError(
             f"{str(folder)!r} holds a {config.model_type!r} model, which is not a causal language model; give a"

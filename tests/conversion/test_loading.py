@@ -339,3 +339,12 @@ def test_gguf_is_refused_as_quantized_weights(tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="quantized by 'gguf'"):
         convert_model(folder, out=tmp_path / "student")
+
+
+@pytest.mark.parametrize(("family", "part"), [("qwen2_5_vl", "qwen2_5_vl_text"), ("llava", "llama")])
+def test_models_that_see_are_refused_by_name(tmp_path, family, part):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"'{family}'.*'{part}'"):
+        convert_model(tmp_path, out=tmp_path / "student")

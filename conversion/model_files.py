@@ -141,8 +141,8 @@ def find_gguf(place: Path) -> Path:
         raise UserError(f"{str(place)!r} is no GGUF file, nor a folder with one")
     if re.search(r"-\d{5}-of-\d{5}$", files[0].stem):
         raise UserError(
-            f"{str(files[0])!r} is one of several parts of a model; join them by llama-gguf-split --merge, and give"
-            " the result"
+            f"{str(files[0])!r} is one of several parts of a model; join them with gguf-split --merge, and give the"
+            " result"
         )
     if len(files) > 1:
         raise UserError(f"{str(place)!r} holds {len(files)} GGUF files; give one of them, e.g. {str(files[0])!r}")

@@ -251,7 +251,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*select, "--keep-layers", "0-1"], "keeps all 2 layers"),
         ([*select, "--keep-layers", "2"], "layers 0 to 1"),
         ([*select, "--keep-count", "x"], "--keep-count is 'x'"),
-        ([*select, "--student", workspace / "teacher"], "has the mixers []"),
+        ([*select, "--student", workspace / "teacher"], "without memory layers"),
         ([*select, "--student", workspace / "other"], "different numbers of layers"),
         (
             [*select, "--student", workspace / "kept", "--keep-count", "1"],

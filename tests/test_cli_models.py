@@ -51,7 +51,7 @@ def test_a_folder_comes_before_the_hub(cached):
 
 @pytest.mark.parametrize("option", ["--teacher", "--student"])
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_clear_line(cached, option):
-    models = {"--teacher": "me/teacher", "--student": "me/teacher"} | {option: "me/missing"}
+    models = {"--teacher": "me/teacher", "--student": str(asset_path("tiny_gka"))} | {option: "me/missing"}
     arguments = [part for pair in models.items() for part in pair]
     run = memmix("align", *arguments, "--text", "text.txt", "--out", "s")
     assert run.exit_code == 1 and "Traceback" not in run.output
@@ -150,7 +150,7 @@ CHOSEN = """
 def test_the_device_is_chosen_before_cuda_is_asked_for_its_gpus(cached):
     """CUDA reads CUDA_VISIBLE_DEVICES when it is first asked; then every GPU is visible until the process ends."""
     given = ["--teacher", "snapshots", "--device", "cuda:1", "--text", "text.txt", "--out"]
-    align = ["--student", "snapshots", *given, "s"]
+    align = ["--student", str(asset_path("tiny_gka")), *given, "s"]
     select = ["select", "--mixers", "gka,mamba2", "--train-text", "text.txt", *given, "plan.json"]
     commands = [["align", *align], ["align", "--stream", *align], select]
     (cached / "snapshots").symlink_to(cached / "hub" / "models--me--teacher" / "snapshots" / COMMIT)

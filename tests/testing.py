@@ -174,7 +174,8 @@ def in_turn(**tables):
         row = [table[place] for table, place in zip(others, places, strict=True)]
         everyday = len(places) < 3 or places[2] == sum(places[:2]) % len(others[2])
         marks = () if everyday else pytest.mark.product
-        rows.append(pytest.param(*row, last[sum(places) % len(last)], marks=marks))
+        turn = 2 * places[0] + places[1] if len(places) > 2 else sum(places)  # does not follow the third table
+        rows.append(pytest.param(*row, last[turn % len(last)], marks=marks))
     return pytest.mark.parametrize([*tables], rows)
 
 

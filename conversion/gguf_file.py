@@ -35,6 +35,9 @@ def read_gguf(file: Path, dtype: str = "bfloat16") -> tuple[PreTrainedModel, obj
     check_loading(name, loading)
     check_finite_weights(model, name)
     family_of(model.config)
+    # transformers 5.17 gives the tokenizer another end of text than the file
+    if isinstance(model.config.eos_token_id, int):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     model.config.name_or_path = ""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli_runner import memmix, result_of
+from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.written import MARKER, mark_folder
 from hf_memmix.training.card_inputs import read_plan
@@ -252,7 +253,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*select, "--keep-layers", "2"], "layers 0 to 1"),
         ([*select, "--keep-count", "x"], "--keep-count is 'x'"),
         ([*select, "--student", workspace / "teacher"], "without memory layers"),
-        ([*select, "--student", workspace / "other"], "different numbers of layers"),
+        ([*select, "--student", asset_path("tiny_gka")], "different numbers of layers"),
         (
             [*select, "--student", workspace / "kept", "--keep-count", "1"],
             "are attention, so no mixer can be measured",

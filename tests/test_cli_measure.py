@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from cli_runner import memmix, result_of
-from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.written import MARKER, mark_folder
 from hf_memmix.training.card_inputs import read_plan
@@ -237,6 +236,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
     base = ["convert", "--teacher", workspace / "teacher", "--out", workspace / "s"]
     kept = result_of(memmix(*base[:-1], workspace / "kept", "--keep-layers", "1", "--json"))
     assert kept["kept"] == [1]
+    result_of(memmix("convert", "--teacher", workspace / "other", "--out", workspace / "converted", "--json"))
     select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "p.json", "--text"]
     select += [workspace / "text.txt", "--max-tokens", "64", "--length", "32", "--tasks", "none"]
     for command, message in (
@@ -253,7 +253,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*select, "--keep-layers", "2"], "layers 0 to 1"),
         ([*select, "--keep-count", "x"], "--keep-count is 'x'"),
         ([*select, "--student", workspace / "teacher"], "without memory layers"),
-        ([*select, "--student", asset_path("tiny_gka")], "different numbers of layers"),
+        ([*select, "--student", workspace / "converted"], "different numbers of layers"),
         (
             [*select, "--student", workspace / "kept", "--keep-count", "1"],
             "are attention, so no mixer can be measured",

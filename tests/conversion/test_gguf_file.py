@@ -109,7 +109,7 @@ def test_files_that_are_refused(file, tmp_path):
     part = tmp_path / "tiny-00001-of-00002.gguf"
     part.write_bytes(file.read_bytes())
     (file.parent / "other.gguf").write_bytes(file.read_bytes())
-    for given, named in ((broken, "broken.gguf"), (part, "llama-gguf-split"), (file.parent, "other.gguf")):
+    for given, named in ((broken, "broken.gguf"), (part, "gguf-split"), (file.parent, "other.gguf")):
         run = memmix("import-gguf", given, tmp_path / "out")
         assert run.exit_code == 1 and named in run.output and "Traceback" not in run.output
         assert not (tmp_path / "out").exists()

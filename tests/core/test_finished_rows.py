@@ -25,9 +25,9 @@ REFUSED = "attention_mask hides .* of the .* tokens in the cache in row"
 class Batch:
     """A padded batch, a token that ends its rows at different places, and the rows' lengths with it."""
 
-    def __init__(self, model):
+    def __init__(self, model, prompts=(9, 5, 7)):
         self.model = model
-        self.ids, self.mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5, 7)])
+        self.ids, self.mask = left_padded([random_ids(1, n, seed=n) for n in prompts])
         self.end, self.lengths = an_end_token(greedy(model, self.ids, NEW, attention_mask=self.mask).sequences[:, 9:])
 
     def generate(self, **options):
@@ -68,6 +68,14 @@ def test_caches_of_the_library(mixer, kind):
     cache = DynamicCache() if kind is DynamicCache else StaticCache(config=batch.model.config, max_cache_len=40)
     out = batch.generate(past_key_values=cache)
     batch.second_turn(out.sequences, cache, batch.seen())
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_two_rows(mixer):
+    batch = Batch(tiny_model("llama", "all", mixer), prompts=(9, 5))
+    assert len(set(batch.lengths)) == 2
+    out = batch.generate()
+    batch.second_turn(out.sequences, out.past_key_values, batch.seen())
 
 
 def test_cache_of_generate_that_is_static():
@@ -255,6 +263,22 @@ def test_mask_that_contradicts_the_cache(static, mixer):
     out = model(ids[:, :2], attention_mask=grown, past_key_values=cache).logits
     full = model(torch.cat([ids, ids[:, :2]], 1), attention_mask=grown, use_cache=False).logits
     assert_same(out, full[:, -2:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("static", (False, True))
+def test_mask_that_hides_other_tokens_with_equal_sums(static, mixer, layout):
+    """Pads 1 and 8, and a mask that hides 4 and 7: as many tokens, and equal sums of the squares of their places."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(1, 10)
+    mask, wrong = (torch.ones(1, 12, dtype=torch.long) for _ in range(2))
+    mask[0, [0, 7]], wrong[0, [3, 6]] = 0, 0
+    cache = RecurrentStateCache(model.config, 20 if static else None)
+    model(ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+    with pytest.raises(ValueError, match="hides 2 of the 8 .* row 0, .* the 2 that"):
+        model(ids[:, :2], attention_mask=wrong[:, :10], past_key_values=cache)
+    model(ids[:, 8:], attention_mask=mask[:, :10], past_key_values=cache)
 
 
 def test_no_two_masks_have_equal_numbers():

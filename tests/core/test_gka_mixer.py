@@ -1,11 +1,13 @@
 """What is GKA's own: the latent sketch, its states, and checkpoints with and without it."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from core.mixer_variants import made
-from testing import assert_same, mixers_of, tiny_config
+from testing import assert_same, difference, mixers_of, tiny_config
 
 
 def test_the_sketch_starts_orthonormal_and_differs_between_heads():
@@ -80,6 +82,20 @@ def test_the_gradient_of_a_converged_layer_is_that_of_finite_differences(options
         slope = (8 * (values[1] - values[-1]) - (values[2] - values[-2])) / (12 * step)
         error = (slope - (found[name] * direction).sum()).abs()
         assert error <= 3e-8 * torch.linalg.vector_norm(found[name]), name
+
+
+@pytest.mark.parametrize("iterations", (10, 20, 30, 40))
+@FORMS
+def test_the_residual_explains_the_error_of_the_gradient(options, iterations):
+    """n iterations leave at most 1 / T_{n + 1}(1 + 2 a) of a right-hand side, a the ridge; a gradient is off by up to
+    1 / a times as much, because a part of k's is the difference of two sums that are so much larger.
+    """
+    ridge = made("gka", options)[0].options.ridge
+    residual = 1 / math.cosh((iterations + 1) * math.acosh(1 + 2 * ridge))
+    exact, found = gradients_of(CONVERGED, options), gradients_of([iterations], options)
+    errors = {name: difference(found[name], exact[name]) for name in exact}
+    assert all(error <= residual / ridge for error in errors.values()), errors
+    assert max(errors.values()) > 0.05 * residual / ridge, "the bound is far from what it bounds"
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def find_gguf(place: Path) -> Path:
 
 
 def chat_template_of(folder: Path) -> Path | None:
-    """The file that holds the chat template of a tokenizer; None if it has none."""
+    """Return the file with the chat template of a tokenizer, or None if the tokenizer has no template."""
     if (template := folder / "chat_template.jinja").is_file():
         return template
     config = folder / "tokenizer_config.json"

@@ -20,6 +20,12 @@ def beginning_of(tokenizer) -> list[int]:
     return []
 
 
+def end_tokens(generation_config) -> set[int]:
+    """The tokens that end a generated text; there may be none, one or several."""
+    ends = generation_config.eos_token_id
+    return {*(ends if isinstance(ends, list) else [ends])} - {None}
+
+
 def encode(text: str, tokenizer) -> list[int]:
     """The tokens of a text alone, without those that the tokenizer puts before or after it."""
     # verbose=False: the warning about long texts does not apply, because the tokens are cut into rows

@@ -11,7 +11,7 @@ from transformers import TextStreamer
 
 from hf_memmix._generation_hooks import CACHE
 from hf_memmix.conversion.limits import check_length, check_tokens
-from hf_memmix.conversion.text_rows import encode
+from hf_memmix.conversion.text_rows import encode, end_tokens
 from hf_memmix.training.chat_rows import chat_template, render
 from hf_memmix.training.text_files import Conversation
 
@@ -57,8 +57,7 @@ class Chat:
         chat_template(self.tokenizer, "--chat was given")
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        ends = self.model.generation_config.eos_token_id
-        self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
+        self.ends = (end_tokens(self.model.generation_config) | {self.tokenizer.eos_token_id}) - {None}
         self._text, self._ids, self._cache = "", [], None
 
     def say(self, message: str, stream: bool = True) -> Turn:

@@ -18,7 +18,11 @@ _MARK = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 def chat_template(tokenizer, why: str) -> str:
-    """The chat template of a tokenizer. Raises ValueError if it has none, with the reason `why` it is needed."""
+    """Return the chat template of a tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no template; the message begins with `why`, the reason for needing one.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
             f"{why}, but the tokenizer has no chat template; use the tokenizer of an instruct model, or save a"

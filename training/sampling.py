@@ -20,7 +20,7 @@ from hf_memmix.conversion.limits import check_length, check_tokens
 from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, replace_folder
-from hf_memmix.conversion.text_rows import beginning_of, encode
+from hf_memmix.conversion.text_rows import beginning_of, encode, end_tokens
 from hf_memmix.conversion.written import mark_folder
 from hf_memmix.errors import UserError
 from hf_memmix.training.chat_rows import render
@@ -190,7 +190,7 @@ def _answers(teacher, tokenizer, batch: list[Prompt], config) -> list[tuple[str,
     ids = torch.tensor([[pad] * (width - len(p.tokens)) + p.tokens for p in batch], device=teacher.device)
     mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in batch], device=teacher.device)
     new = teacher.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = end_tokens(config)
     answers = []
     for prompt, tokens in zip(batch, new, strict=True):
         count = next((i for i, token in enumerate(tokens) if token in ends), None)

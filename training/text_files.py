@@ -105,7 +105,7 @@ def documents(source: str | Path, field: str | None = None) -> Iterator[str | Co
 
 
 def _document(row: object, field: str | None, place: str) -> str | Conversation:
-    """The document of a row. Raises ValueError if the row has none, or two of them."""
+    """Return the document of a row. Raises ValueError if the row has no document, or more than one."""
     if isinstance(row, str) and field is None:  # an item of a JSON array
         value = row
     elif isinstance(row, dict):

@@ -42,7 +42,8 @@ def generate(
 ) -> None:
     """Continue a prompt, or chat, and print the text as it is generated.
 
-    Special tokens are printed as they are. In a chat, an earlier turn is not read again.
+    Special tokens are printed too. In a chat, the model reads only the new message in each turn, unless the template
+    changes earlier turns.
     """
     from hf_memmix.assets import asset_path
 

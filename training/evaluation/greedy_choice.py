@@ -198,7 +198,7 @@ class Search:
         base = self._base(changed)
         return [Candidate(base ^ {layer}, base) for layer in range(self.depth) if layer not in changed]
 
-    def _step(self, advance: Callable[[int], None]) -> None:
+    def _step(self, advance: Callable[[], None]) -> None:
         """Measure the candidates of the next step."""
         step = len(self.measured)
         changed = self._changes(step - 1) if step else []

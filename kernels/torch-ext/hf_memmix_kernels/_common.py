@@ -78,6 +78,21 @@ def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **ga
             raise ValueError(f"{op}: {name} must be [B, T, H] = {tuple(q.shape[:3])}, got {tuple(gate.shape)}")
 
 
+def check_shared_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Size:
+    """As `check_heads`; or q and k [B, T, Hk, D] serve the value heads v [B, T, H, Dv] in groups, as in Mamba-2.
+
+    Returns the shape [B, T, H] of the gates.
+    """
+    if q.dim() == v.dim() == 4 and q.shape[2] != v.shape[2] and q.shape == k.shape:
+        # heads that share q and k: as many values as keys are enough for the other checks
+        if v.shape[2] % k.shape[2]:
+            raise ValueError(f"{op}: {v.shape[2]} value heads are not a multiple of {k.shape[2]} query/key heads")
+        check_heads(op, q, k, v[:, :, : k.shape[2]])
+        return v.shape[:3]
+    check_heads(op, q, k, v)
+    return q.shape[:3]
+
+
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
     """Raise ValueError unless `cu_seqlens` is a 1-D integer tensor that belongs to a packed batch of one row.
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
+from .._common import check_cu_seqlens, check_shared_heads, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
 from .._groups import flat, tensors
 from .._pages import check_step_states
@@ -77,15 +77,7 @@ def _(q, k, v, log_decay, beta, *rest):
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor):
     """Raise ValueError unless the shapes fit together, see `chunk_gated_delta`."""
-    if q.dim() == v.dim() == 4 and q.shape[2] != v.shape[2] and q.shape == k.shape:
-        # heads that share q and k: as many values as keys are enough for the other checks
-        if v.shape[2] % k.shape[2]:
-            raise ValueError(f"{op}: {v.shape[2]} value heads are not a multiple of {k.shape[2]} query/key heads")
-        check_heads(op, q, k, v[:, :, : k.shape[2]])
-        heads = v.shape[:3]
-    else:
-        check_heads(op, q, k, v)
-        heads = q.shape[:3]
+    heads = check_shared_heads(op, q, k, v)
     if log_decay.shape not in (heads, (*heads, q.shape[3])):
         raise ValueError(
             f"{op}: log_decay must be [B, T, H] = {tuple(heads)} or [B, T, H, K] = {(*heads, q.shape[3])}, got"

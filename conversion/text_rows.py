@@ -20,10 +20,10 @@ def beginning_of(tokenizer) -> list[int]:
     return []
 
 
-def end_tokens(generation_config) -> set[int]:
-    """The tokens that end a generated text; there may be none, one or several."""
+def end_tokens(generation_config, tokenizer) -> set[int]:
+    """The tokens that end a generated text, of the generation config and of the tokenizer; there may be none."""
     ends = generation_config.eos_token_id
-    return {*(ends if isinstance(ends, list) else [ends])} - {None}
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
 
 
 def encode(text: str, tokenizer) -> list[int]:

@@ -1,5 +1,6 @@
 """`memmix generate --chat`: turns in one state, and what is shown."""
 
+import io
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from cli_runner import memmix, result_of
 from hf_memmix.commands import app
+from hf_memmix.commands.generate import _lines
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.training.chat import Chat
 from tiny_teachers import CHAT, chat_tokenizer, tiny_teacher, tiny_tokenizer
@@ -61,6 +63,28 @@ def test_a_turn_is_what_the_whole_conversation_gives(keep, template):
         assert turn.read_tokens == again
 
 
+def test_an_interrupted_answer_leaves_no_trace():
+    """A message may hold the padding token, which is read as every other token."""
+    model, tokenizer = student("none"), chat_tokenizer()
+    options = {"do_sample": False, "max_new_tokens": 4}
+    whole, broken = (Chat(model, tokenizer, options) for _ in range(2))
+    for chat in (whole, broken):
+        chat.say("who <|im_end|> is", stream=False)
+    ids = torch.tensor([tokenizer.apply_chat_template(whole.messages[:1], add_generation_prompt=True)["input_ids"]])
+    fresh = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    assert whole.messages[1]["content"] == tokenizer.decode(fresh[:-1] if fresh[-1] == 2 else fresh)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    handle = model.lm_head.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        broken.say("he", stream=False)
+    handle.remove()
+    assert broken.say("and she?", stream=False).text == whole.say("and she?", stream=False).text
+    assert broken.messages == whole.messages
+
+
 def test_one_message(folder):
     run = ["generate", "--chat", "--model", folder, "--max-new-tokens", 8, "--temperature", 0]
     result = result_of(memmix(*run, "--prompt", "who?", "--system", "be brief", "--json"))
@@ -75,6 +99,18 @@ def test_lines_of_the_input_are_messages(folder):
     run = CliRunner().invoke(app, arguments, input="who?\n\nand he?\n")
     assert run.exit_code == 0, run.output
     assert run.stderr.count("tokens/s") == 2
+    other = CliRunner().invoke(app, arguments, input=b"who?\n\xe4\n")
+    assert other.exit_code == 1 and "input is not UTF-8" in other.stderr
+
+
+def test_the_prompt_of_a_terminal_is_not_in_the_answers(monkeypatch, capsys):
+    """The input is a terminal, the output a file."""
+    keyboard = io.StringIO("who?\n\nhe\n")
+    keyboard.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", keyboard)
+    assert list(_lines()) == ["who?", "he"]
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("> ") == 4
 
 
 def test_special_tokens_are_shown_but_not_the_end_of_a_turn(folder, capsys):

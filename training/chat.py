@@ -57,7 +57,7 @@ class Chat:
         chat_template(self.tokenizer, "--chat was given")
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self.ends = (end_tokens(self.model.generation_config) | {self.tokenizer.eos_token_id}) - {None}
+        self.ends = end_tokens(self.model.generation_config, self.tokenizer)
         self._text, self._ids, self._cache = "", [], None
 
     def say(self, message: str, stream: bool = True) -> Turn:
@@ -69,7 +69,7 @@ class Chat:
         import torch
 
         messages = [*self.messages, {"role": "user", "content": message}]
-        text = render(Conversation(messages, None, "the conversation"), self.tokenizer, prompt=True)
+        text = render(Conversation(messages, None, "the conversation"), self.tokenizer, prompt=True, today=True)
         if self._cache is not None and text.startswith(self._text):
             ids = self._ids + encode(text[len(self._text) :], self.tokenizer)
             known = len(self._ids) - 1  # generate() has not read the last token of an answer
@@ -79,8 +79,11 @@ class Chat:
         total = len(ids) + self.options["max_new_tokens"]
         check_length(self.model, "model", total, "the conversation with --max-new-tokens", "start a new one")
         known_turns = {} if self._cache is None else {CACHE: self._cache}
+        self._cache = None  # generate() changes it: after an interrupted answer, the conversation is read again
+        tokens = torch.tensor([ids], device=self.model.device)
         out = self.model.generate(
-            torch.tensor([ids], device=self.model.device),
+            tokens,
+            attention_mask=torch.ones_like(tokens),  # without it, the library hides padding tokens that a user writes
             **known_turns,
             streamer=_Answer(self.tokenizer, self.ends) if stream else None,
             eos_token_id=sorted(self.ends),

@@ -240,10 +240,12 @@ class StreamedBlocks(IterableDataset):
             yield row
 
     def fingerprint(self) -> str:
-        """A hash of the options, tokenizer, names and sizes of the sources and their first 64 documents."""
+        """A hash of the options, tokenizer and its chat template, names and sizes of the sources and their first 64
+        documents.
+        """
         sizes = [(str(s), Path(s).stat().st_size if Path(s).is_file() else None) for s in self.sources]
         how = (self.block_size, self.pack, self.bos, self.field, self.loss)
-        content = repr((how, self.tokenizer, sizes, self._first_documents()))
+        content = repr((how, self.tokenizer, self._tokenizer.chat_template, sizes, self._first_documents()))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

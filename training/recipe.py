@@ -179,6 +179,12 @@ def check_loss(loss: str) -> None:
         raise UserError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
 
 
+def check_sampling(temperature: float | None, top_p: float | None) -> None:
+    """Raise ValueError if `top_p` would be ignored."""
+    if temperature == 0 and top_p is not None:
+        raise UserError(f"top-p is {top_p}, but temperature 0 takes the likeliest token; give one of them")
+
+
 def _check_group(row) -> None:
     if not isinstance(row, dict) or not isinstance(row.get("match"), str):
         raise UserError(f"group {row!r} needs a regular expression under match")

@@ -3,6 +3,9 @@
 Rows are written batch by batch into a folder beside the output; an interrupted run continues after its last whole
 batch. Each batch has a seed of its own, so a run that was interrupted writes what an uninterrupted one does. An answer
 that does not end within `max_new_tokens` is left out: in training it would look as if it had ended.
+
+Special tokens of an answer stay in its text, e.g. the marks of thoughts and of calls of tools, but for those that
+begin and end a text or stand for nothing.
 """
 
 import copy
@@ -19,11 +22,12 @@ from hf_memmix.conversion.hashes import teacher_hash, write_sealed
 from hf_memmix.conversion.limits import check_length, check_tokens
 from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.saving import explain_write_errors, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
 from hf_memmix.conversion.text_rows import beginning_of, encode, end_tokens
 from hf_memmix.conversion.written import mark_folder
 from hf_memmix.errors import UserError
-from hf_memmix.training.chat_rows import render
+from hf_memmix.training.chat_rows import render, training_date
+from hf_memmix.training.recipe import check_sampling
 from hf_memmix.training.run_identity import config_of, differences
 from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 from hf_memmix.training.text_files import Conversation
@@ -95,15 +99,16 @@ def sample_teacher(
     Args:
         max_new_tokens: largest number of tokens of an answer.
         temperature: 0 takes the likeliest tokens; None: what the teacher's generation config says.
-        top_p: as in `generate()`; None: what the teacher's generation config says.
+        top_p: as in `generate()`, and then the teacher samples; None: what its generation config says.
         teacher_id: `teacher_hash` of the teacher's folder; default: the hash of the model's tensors.
         resume: continue an interrupted run; otherwise its rows are removed.
         progress: `progress(done, total)` is called after every batch.
 
     Raises:
-        ValueError: a prompt is too long for the teacher, the interrupted run had other settings, no answer has ended,
-            or the teacher is a converted model.
+        ValueError: a prompt is too long for the teacher, the interrupted run had other settings or has lost rows, no
+            answer has ended, `top_p` is given with temperature 0, or the teacher is a converted model.
     """
+    check_sampling(temperature, top_p)
     check_transformer(teacher.config.to_dict())
     for prompt in prompts:
         check_tokens(prompt.tokens, teacher, tokenizer, "a prompt")
@@ -118,6 +123,7 @@ def sample_teacher(
         "device": teacher.device.type,
         "prompts": {"count": len(prompts), "hash": hashlib.sha256(asked.encode()).hexdigest()[:16]},
         "generation": config.to_diff_dict(),
+        "date": training_date(tokenizer),
         "seed": seed,
         "batch_size": batch_size,
     }
@@ -144,6 +150,7 @@ def sample_teacher(
                 if progress is not None:
                     progress(state["prompts"], len(prompts))
         if not state["rows"]:
+            remove_folder(work, beside=Path(folder).absolute())  # a run that asks for more is another run
             raise UserError(f"none of {len(prompts)} answers ended within {max_new_tokens} tokens; ask for more")
         record = settings | {"rows": state["rows"], "left_out": state["left_out"]}
         write_sealed(work / RECORD, record)
@@ -160,9 +167,8 @@ def _generation_config(teacher, tokenizer, max_new_tokens: int, temperature: flo
     if temperature is not None:
         given |= {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
     if top_p is not None:
-        given["top_p"] = top_p
-    if config.eos_token_id is None:
-        given["eos_token_id"] = tokenizer.eos_token_id
+        given |= {"top_p": top_p, "do_sample": True}
+    given["eos_token_id"] = sorted(end_tokens(config, tokenizer)) or None
     if config.pad_token_id is None:
         given["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
     config.update(**given)
@@ -170,7 +176,7 @@ def _generation_config(teacher, tokenizer, max_new_tokens: int, temperature: flo
 
 
 def _continued(work: Path, settings: dict) -> dict:
-    """How far an interrupted run has come. Raises ValueError if it had other settings."""
+    """How far an interrupted run has come. Raises ValueError if it had other settings, or rows of it are lost."""
     try:
         saved = json.loads((work / PARTIAL_FILE).read_text())
     except (OSError, ValueError):
@@ -180,20 +186,32 @@ def _continued(work: Path, settings: dict) -> dict:
             f"{str(work)!r} belongs to another run ({different}); give its settings, start again (--no-resume), or"
             " give another output folder"
         )
-    return saved["state"]
+    state, file = saved["state"], work / ANSWERS
+    written = file.stat().st_size if file.is_file() else 0
+    if written < state["bytes"]:
+        raise UserError(
+            f"{str(file)!r} has {written} bytes, but the interrupted run has written {state['bytes']}; start again"
+            " (--no-resume)"
+        )
+    return state
 
 
 def _answers(teacher, tokenizer, batch: list[Prompt], config) -> list[tuple[str, bool]]:
-    """The texts of the answers, or prompts that are texts with what follows; and whether each has ended by itself."""
+    """The texts of the answers, or prompts that are texts with what follows; and whether each has ended by itself.
+
+    In training, the tokenizer puts the tokens before a text that begin it, so these are left out here.
+    """
     width = max(len(prompt.tokens) for prompt in batch)
     pad = config.pad_token_id or 0
     ids = torch.tensor([[pad] * (width - len(p.tokens)) + p.tokens for p in batch], device=teacher.device)
     mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in batch], device=teacher.device)
     new = teacher.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    ends = end_tokens(config)
+    ends = end_tokens(config, tokenizer)
+    control = ends | {tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     answers = []
     for prompt, tokens in zip(batch, new, strict=True):
         count = next((i for i, token in enumerate(tokens) if token in ends), None)
         tokens = [*(prompt.tokens if prompt.is_text else []), *tokens[:count]]
-        answers.append((tokenizer.decode(tokens, skip_special_tokens=True), count is not None))
+        text = tokenizer.decode([token for token in tokens if token not in control])
+        answers.append((text, count is not None))
     return answers

@@ -57,12 +57,18 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         """The student's name of each tensor, by its name in this module."""
         raise NotImplementedError
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> dict[str, Tensor]:
-        """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document. Among `targets`, `loss_mask`
-        [B, T] is true at the tokens that count.
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        loss_weight: Tensor | float = 1.0,
+        **targets: Tensor,
+    ) -> dict[str, Tensor]:
+        """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document. The loss is multiplied by
+        `loss_weight`, a scalar. Among `targets`, `loss_mask` [B, T] is true at the tokens that count.
         """
         with self.autocast(input_ids.device):
-            return {"loss": self.loss(input_ids, position_ids, **targets).float()}
+            return {"loss": self.loss(input_ids, position_ids, **targets).float() * loss_weight}
 
 
 class AlignStudentTeacher(StudentTeacher):

@@ -133,16 +133,34 @@ def _only_field(row: dict, place: str) -> str:
 
 def _conversation(messages: list, tools: object, place: str) -> Conversation:
     """A conversation without the empty fields that tables give to every message."""
+    filled = []
     for message in messages:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
             keys = f" with {', '.join(map(str, message))}" if isinstance(message, dict) else ""
             raise UserError(f"{place} has a message{keys} that has no 'role'; write {{'role': ..., 'content': ...}}")
-        if isinstance(message.get("content"), str):
+        if message.get("content") is not None:
+            message = message | {"content": _joined(message["content"], place)}
             _check_characters(message["content"], place)
+        filled.append({key: value for key, value in message.items() if value is not None})
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{place} has tools that are no list of functions; correct the row, or remove its {TOOLS!r}")
-    filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return Conversation(filled, tools or None, place)
+
+
+def _joined(content: object, place: str) -> str:
+    """The text of a message, which may be a list of parts: many templates would write such a list as Python does."""
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise UserError(
+                f"{place} has a message whose content is of the type {kind!r}; write a text, or a list of parts"
+                " {'type': 'text', 'text': ...}"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _check_characters(text: str, place: str) -> None:
@@ -183,16 +201,25 @@ def _json(path: str | Path, wanted: set[str]) -> Iterator[tuple[str, object]]:
 
 
 def _json_value(path: str | Path) -> object:
-    """The value that a whole file holds; None if its first line is an object, or the file is no JSON."""
+    """The value that a whole file holds; None if it holds JSON lines, because its first line is a whole object.
+
+    Raises ValueError with the line of the fault if the file begins as an array or an object on many lines does.
+    """
     with _opened(path) as file:
-        first = next((line for line in file if line.strip()), b"")
+        first = next((line.strip() for line in file if line.strip()), b"")
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(first), dict):
                 return None
         file.seek(0)
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(file.read())
-    return None
+        try:
+            return json.loads(content := file.read())
+        except (ValueError, RecursionError) as error:
+            if not (first.startswith(b"[") or first == b"{"):
+                return None
+            line = getattr(error, "lineno", 1)
+            if isinstance(error, UnicodeDecodeError):
+                line = content.count(b"\n", 0, error.start) + 1
+            raise UserError(f"line {line} of {str(path)!r} is not JSON ({error}); correct it") from None
 
 
 def _table(path: str | Path, wanted: set[str]) -> Iterator[tuple[str, object]]:
@@ -202,6 +229,11 @@ def _table(path: str | Path, wanted: set[str]) -> Iterator[tuple[str, object]]:
         rows = csv.DictReader(lines, dialect="excel-tab" if _ending(path) == ".tsv" else "excel", strict=True)
         try:
             for row in rows:
+                if None in row:  # DictReader puts what is too much under this name
+                    raise UserError(
+                        f"line {rows.line_num} of {str(path)!r} has {len(row) - 1 + len(row[None])} fields, but the"
+                        f" first line names {len(rows.fieldnames)}; put a field that contains the separator in quotes"
+                    )
                 yield f"line {rows.line_num}", row
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"line {rows.line_num} of {str(path)!r} is no line of a table ({error})") from None

@@ -16,6 +16,7 @@ from hf_memmix.errors import UserError
 from hf_memmix.training import sharded
 from hf_memmix.training._trainer_hooks import TrainerHooks, whole_models
 from hf_memmix.training.groups import optimizer_groups
+from hf_memmix.training.losses import mean_over_processes
 from hf_memmix.training.run_identity import write_run_file
 from hf_memmix.training.teachers import lora_layers
 
@@ -79,6 +80,18 @@ class PairTrainer(TrainerHooks):
         if not isinstance(sampler, RandomSampler) or len(sampler.data_source) < step:
             return sampler
         return RandomSampler(sampler.data_source, num_samples=len(sampler.data_source) // step * step)
+
+    def get_batch_samples(self, *args, **kwargs):
+        """The micro-batches of a step. If not all tokens count, each weighs as many as count in it.
+
+        The Trainer takes the mean of their losses, each of which is a mean over the tokens of one micro-batch.
+        """
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if len(batches) > 1 and "loss_mask" in batches[0]:
+            counts = mean_over_processes(torch.stack([batch["loss_mask"].sum() for batch in batches]).float())
+            for batch, weight in zip(batches, counts / counts.mean(), strict=True):
+                batch["loss_weight"] = weight
+        return batches, items
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:

@@ -69,11 +69,8 @@ def _check_messages(prompt: str | None, chat: bool, system: str | None, as_json:
     for name, text in (("--prompt", prompt), ("--system", system)):
         try:
             (text or "").encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{name} is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by"
-                " iconv"
-            ) from None
+        except UnicodeError as error:
+            raise _not_utf8(name, error) from None
     if prompt is None and not chat:
         raise UserError("there is no prompt; give --prompt, or --chat for a conversation")
     if prompt is None and as_json:
@@ -130,14 +127,26 @@ def _chat(network, tokenizer, options: dict, prompt: str | None, system: str | N
 
 def _lines() -> Iterator[str]:
     """The messages of a user, one a line, to the end of the input (Ctrl-D on a terminal). Empty lines are skipped."""
-    if sys.stdin.isatty():
+    asks = sys.stdin.isatty()
+    if asks:
         import readline  # noqa: F401, gives `input` a history
 
         err.print("one message a line; Ctrl-D ends", style="dim")
     while True:
+        if asks and not sys.stdout.isatty():  # `input` would write into the file of the answers
+            err.print("> ", end="")
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if asks and sys.stdout.isatty() else "").strip()
+            line.encode()
         except EOFError:
             return
+        except UnicodeError as error:
+            raise _not_utf8("the input", error) from None
         if line:
             yield line
+
+
+def _not_utf8(name: str, error: UnicodeError) -> UserError:
+    return UserError(
+        f"{name} is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by iconv"
+    )

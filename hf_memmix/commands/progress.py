@@ -31,6 +31,14 @@ def tell_reading(texts: list) -> None:
     tell(f"reading and tokenising {texts[0]}{f' and {len(texts) - 1} more' if len(texts) > 1 else ''}")
 
 
+def tell_date(tokenizer) -> None:
+    """Tell the date that the chat template writes into training data, if it writes one."""
+    from hf_memmix.training.chat_rows import training_date
+
+    if date := training_date(tokenizer):
+        tell(f"the chat template writes the date, which in training data is always {date}")
+
+
 def rate_text(tokens: float, seconds: float) -> str:
     """Tokens per second with the digits that are known; "" before there are any."""
     if not tokens or seconds <= 0:

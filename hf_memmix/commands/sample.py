@@ -19,7 +19,7 @@ from hf_memmix.commands.common import (
     tokenizer_of,
 )
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.progress import progress, tell_reading
+from hf_memmix.commands.progress import progress, tell_date, tell_reading
 from hf_memmix.errors import UserError
 
 
@@ -43,7 +43,7 @@ def sample_teacher(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Sample from the likeliest tokens that have this probability together.",
+            help="Sample, from the likeliest tokens that have this probability together.",
             show_default="the teacher's generation_config.json",
         ),
     ] = None,
@@ -63,9 +63,11 @@ def sample_teacher(
     Answers that do not end within --max-new-tokens are left out.
     """
     from hf_memmix.conversion.saving import check_not_read
+    from hf_memmix.training.recipe import check_sampling
     from hf_memmix.training.run_lock import check_run_target
 
     check_placement(device, device_map)
+    check_sampling(temperature, top_p)
     check_run_target(out_dir, overwrite)
     check_texts(prompts, text_field)
     check_not_read(out_dir, folder := given_teacher(teacher), *prompts)
@@ -77,6 +79,7 @@ def sample_teacher(
 
     tokenizer = tokenizer_of(folder)
     tell_reading(prompts)
+    tell_date(tokenizer)
     asked = prompts_of((document for source in prompts for document in documents(source, text_field)), tokenizer)
     if not all(prompt.tokens for prompt in asked):
         raise UserError("a prompt has no tokens; remove it")

@@ -30,7 +30,7 @@ from hf_memmix.commands.common import (
 )
 from hf_memmix.commands.devices import check_processes, choose_device
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.progress import progress, rate_text, tell, tell_reading
+from hf_memmix.commands.progress import progress, rate_text, tell, tell_date, tell_reading
 from hf_memmix.errors import UserError
 from hf_memmix.mixer_names import ATTENTION
 
@@ -207,8 +207,9 @@ def cache_teacher(
         from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
     tell_reading(text)
+    tell_date(tokenizer := tokenizer_of(teacher))
     how = (settings.block_size, settings.pack, settings.bos, text_field, settings.loss)
-    data = TokenBlocks.from_files(text, tokenizer_of(teacher), *how)
+    data = TokenBlocks.from_files(text, tokenizer, *how)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
@@ -301,6 +302,7 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     if not settings.stream:
         tell_reading(args.text)
+    tell_date(tokenizer)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
     how = (settings.block_size, settings.pack, settings.bos, args.text_field, settings.loss)
     return read(args.text, tokenizer, *how), tokenizer

@@ -2,15 +2,18 @@
 
 import gzip
 import json
+from datetime import datetime
 
 import pytest
 import torch
 
 from cli_runner import memmix
 from hf_memmix.conversion import convert_model, save_student
+from hf_memmix.training.chat_rows import ends_a_turn, render
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks, tokenize_documents
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.student_teacher import DistillStudentTeacher
+from hf_memmix.training.text_files import Conversation
 from hf_memmix.training.train import train
 from tiny_teachers import CHAT, MARKED, chat_tokenizer, tiny_teacher, tiny_tokenizer
 
@@ -22,6 +25,8 @@ MESSAGES = [
 ]
 # it leaves out the words of earlier answers, as templates leave out thoughts
 FORGETFUL = CHAT.replace("m.content", "(m.content if loop.last or m.role == 'user' else '...')")
+# it writes the day of today, and a prompt of the system before the first message
+DATED = "{% if messages %}{{ strftime_now('%d %b %Y') }}{% endif %}" + CHAT
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}" + CHAT
 
 
@@ -61,12 +66,41 @@ def test_the_tokens_before_an_answer_count(chats, template):
         (CHAT, [{"text": "a", "messages": MESSAGES}], "line 1 of .*text and messages.*--text-field"),
         (CHAT, [{"body": "a", "title": "b"}], "line 1 of .*--text-field.*body, title"),
         (CHAT, [{"messages": MESSAGES, "tools": "a search"}], "line 1 of .*tools"),
+        (CHAT, [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "line 1 of .*'image'"),
+        ({"other": CHAT}, [{"messages": MESSAGES}], "line 1 of .*template"),
     ],
 )
 def test_conversations_that_are_refused(tmp_path, template, rows, named):
     file = write_rows(tmp_path / "x.jsonl", rows)
     with pytest.raises(ValueError, match=named):
         list(tokenize_documents(file, chat_tokenizer(template), loss="answers"))
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED, DATED, {"default": CHAT, "tool_use": MARKED}])
+def test_an_answer_without_a_question_counts(tmp_path, template):
+    """It is the first message. The template of conversations with tools has its own marks; parts are joined."""
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    rows = [{"messages": [{"role": "assistant", "content": parts}], "tools": [{"name": "search"}]}]
+    tokenizer = chat_tokenizer(template)
+    ((tokens, counted),) = tokenize_documents(write_rows(tmp_path / "x.jsonl", rows), tokenizer, loss="answers")
+    predicted = [token for token, before in zip(tokens[1:], counted, strict=False) if before]
+    assert tokenizer.decode(predicted) == "the cat<|im_end|>"
+
+
+def test_training_data_have_the_same_date_every_day(chats):
+    """Directives of all kinds; a chat has the date of today."""
+    formats = "%A %-d. %B %Y, %j %H:%M%%"
+    tokenizer = chat_tokenizer("{% macro head() %}{{ strftime_now('" + formats + "') }}{% endmacro %}\n{{ head() }}\n")
+    (tokens, _), *_ = tokenize_documents(chats, tokenizer)
+    assert tokenizer.decode(tokens) == "Friday 26. July 2024, 208 00:00%"
+    today = render(Conversation(MESSAGES, None, ""), tokenizer, today=True)
+    assert today[:-6] == datetime.now().strftime(formats)[:-6]
+
+
+def test_a_stream_with_another_template_is_another_run(chats):
+    """Also if the first documents are the same."""
+    streams = [StreamedBlocks(chats, chat_tokenizer(template), 16) for template in (CHAT, CHAT + "{# #}")]
+    assert streams[0].fingerprint() != streams[1].fingerprint()
 
 
 def test_a_template_that_changes_the_last_turn_only_is_used_for_one_turn(tmp_path):
@@ -87,6 +121,9 @@ def test_a_document_does_not_end_with_the_end_of_a_turn(tmp_path):
     tokenizer.chat_template = None
     (text, _), *_ = tokenize_documents(write_rows(file, [{"text": "the cat"}]), tokenizer)
     assert tokenizer.decode(text) == "the cat<|im_end|>"
+    other = chat_tokenizer(CHAT.replace("im_end", "about_b"))
+    other.eos_token = "<|about_b|>"
+    assert ends_a_turn(other) and not ends_a_turn(chat_tokenizer(CHAT.replace("im_end", "b")))
 
 
 def test_tools_reach_the_template(tmp_path):
@@ -169,6 +206,22 @@ def test_the_loss_of_answers_is_the_mean_over_their_tokens(chats):
         loss = DistillStudentTeacher(student, teacher)(**batch)["loss"]
     torch.testing.assert_close(loss, each[batch["loss_mask"]].mean())
     assert not torch.allclose(loss, each.mean(), rtol=1e-2)
+
+
+def test_accumulated_batches_weigh_their_tokens(tmp_path):
+    """Rows with 2 and with 12 tokens that count: one batch of two rows trains as two batches of one row."""
+    teacher = tiny_teacher("llama", layers=2, vocab_size=300)
+    tokens = torch.randint(3, 300, (32,), generator=torch.Generator().manual_seed(0))
+    data = TokenBlocks(tokens, 16, loss_mask=torch.arange(16) < torch.tensor([[2], [12]]))
+    losses, students = [], []
+    for batch, steps in ((2, 1), (1, 2)):
+        students.append(convert_model(teacher))
+        how = {"batch_size": batch, "gradient_accumulation": steps, "block_size": 16, "loss": "answers"}
+        recipe = Recipe(stage="distill", steps=1, warmup_steps=0, trainer={"optim": "sgd"}, **how)
+        losses.append(train(students[-1], teacher, data, tmp_path / str(batch), recipe=recipe)["last_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for ours, theirs in zip(*(student.parameters() for student in students), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_what_recipe_and_data_count_must_agree(chats, tmp_path):

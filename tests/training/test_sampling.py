@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from cli_runner import SMALL, memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
@@ -59,6 +60,12 @@ def test_an_interrupted_run_continues_as_the_same_run(at, monkeypatch):
     assert sample(at, "broken").exit_code == 130
     with (at / ".broken.run" / "answers.jsonl").open("a") as file:
         file.write('{"half a ro')
+    answers = at / ".broken.run" / "answers.jsonl"
+    content = answers.read_bytes()
+    answers.write_bytes(content[:20])
+    cut = sample(at, "broken")
+    assert cut.exit_code == 1 and "20 bytes" in cut.output and "--no-resume" in cut.output
+    answers.write_bytes(content)
     other = sample(at, "broken", "--seed", 1)
     assert other.exit_code == 1 and "seed was 0, is 1" in other.output and "--no-resume" in other.output
     again = result_of(sample(at, "broken", "--json"))
@@ -67,6 +74,33 @@ def test_an_interrupted_run_continues_as_the_same_run(at, monkeypatch):
     assert not (at / ".broken.run").exists()
     result_of(sample(at, "broken", "--seed", 1, "--overwrite", "--json"))
     assert rows_of(at / "broken") != rows_of(at / "whole")
+
+
+def test_a_run_without_answers_can_be_asked_for_more(at):
+    """--top-p samples, also where the teacher's configuration takes the likeliest token; without sampling it has no
+    effect.
+    """
+    config = at / "teacher" / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 5, "do_sample": False}))
+    none = sample(at, "out", "--max-new-tokens", 1, "--temperature", 0)
+    assert none.exit_code == 1 and "none of 8" in none.output and not (at / ".out.run").exists()
+    ignored = sample(at, "out", "--temperature", 0, "--top-p", 0.5)
+    assert ignored.exit_code == 1 and "top-p" in ignored.output
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": list(range(3, 200))}))
+    record = result_of(sample(at, "out", "--top-p", 0.5, "--json"))
+    assert record["generation"]["do_sample"] and record["generation"]["top_p"] == 0.5
+
+
+def test_marks_of_thoughts_stay_and_the_end_of_a_turn_ends(tmp_path, monkeypatch):
+    """The tokenizer's end of a turn ends an answer, also if the generation config names another token."""
+    tokenizer, teacher = chat_tokenizer(), tiny_teacher("llama", layers=1, vocab_size=300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    teacher.generation_config.eos_token_id = 5
+    said = torch.tensor([[tokenizer.convert_tokens_to_ids("<think>"), 70, tokenizer.eos_token_id, 71]])
+    monkeypatch.setattr(teacher, "generate", lambda input_ids, **options: torch.cat([input_ids, said], 1))
+    asked = sampling.prompts_of(["who?"], tokenizer)
+    sampling.sample_teacher(teacher, tokenizer, asked, tmp_path / "out", max_new_tokens=4)
+    assert rows_of(tmp_path / "out")[0]["messages"][1]["content"] == "<think>" + tokenizer.decode([70])
 
 
 def test_a_padded_prompt_is_answered_as_alone(at):

@@ -136,15 +136,6 @@ class LayerErrors:
         return {i: float(self.error[i]) / max(float(self.size[i]), 1e-12) for i in sorted(self.error)}
 
 
-@torch.no_grad()
-def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
-    """Only the "layer_error" of `compare_models`, for tokens [N]. It does not run the whole student."""
-    errors, device = LayerErrors(), student.get_input_embeddings().weight.device
-    for batch in blocks_of(tokens, block_size, batch_size, []):
-        run_teacher_forced(teacher, student, batch.to(device), errors.add)
-    return errors.of_layers()
-
-
 def _tokens(text: str | Tensor, tokenizer) -> Tensor:
     if isinstance(text, Tensor):
         return text.flatten()

@@ -20,20 +20,24 @@ RULES = [
 ]
 
 
-def compare(options, shape, dtype, tolerance, bounds=None, **scales):
+def assert_agrees(inputs, options, state, tolerance, cu_seqlens=None):
     """`chunk_lattice` equals the float64 reference: outputs, state and every gradient."""
+    weights = []
+    want, got = (
+        outputs_and_gradients(
+            LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, cu_seqlens, weights=weights
+        )
+        for fn in (K.naive_lattice, K.chunk_lattice)
+    )
+    assert_close(got, want, lambda name: tolerance)
+
+
+def compare(options, shape, dtype, tolerance, bounds=None):
     inputs = draw(shape, dtype)
     inputs["log_decay"] = -0.05 * rand(*inputs["gamma"].shape, dtype=inputs["gamma"].dtype)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     state = draw_state(shape, shape.B if bounds is None else len(bounds) - 1, dtype)
-    weights, found = [], []
-    for fn in (K.naive_lattice, K.chunk_lattice):
-        found.append(
-            outputs_and_gradients(
-                LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, cu_seqlens, weights=weights
-            )
-        )
-    assert_close(found[1], found[0], lambda name: tolerance)
+    assert_agrees(inputs, options, state, tolerance, cu_seqlens)
 
 
 @pytest.mark.product_rows(r"triton-.*-0\.0\]")  # variants of an op
@@ -76,14 +80,7 @@ def test_a_slot_whose_old_value_is_erased(variant, backend):
         _, slots = K.naive_lattice(**before, **options, initial_state=state[0][sequence, None])
         inputs["v"][0, t, 0], inputs["gamma"][0, t, 0] = slots[0, 0, :, 2], 1
         inputs["k"][0, t, 0, 2] = 2 if variant == "enc" else 1
-    weights = []
-    want, got = (
-        outputs_and_gradients(
-            LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, cu_seqlens, weights=weights
-        )
-        for fn in (K.naive_lattice, K.chunk_lattice)
-    )
-    assert_close(got, want, lambda name: 1e-10)
+    assert_agrees(inputs, options, state, 1e-10, cu_seqlens)
 
 
 @pytest.mark.product  # many tokens or iterations
@@ -124,12 +121,7 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
                 return run
 
         monkeypatch.setattr(module, name, Spy())
-    weights = []
-    want, got = (
-        outputs_and_gradients(LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, weights=weights)
-        for fn in (K.naive_lattice, K.chunk_lattice)
-    )
-    assert_close(got, want, lambda name: 1e-10)
+    assert_agrees(inputs, options, state, 1e-10)
     # in "dec" the error and a grow when a slot has changed its sign
     assert backend != "triton" or refused[0].tolist() == [abs(a) < 0.6 or variant == "dec", False]
 
@@ -165,29 +157,21 @@ def test_norms_stay_one_for_100k_steps(variant):
     assert worst <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "gamma"])
-def test_values_that_are_not_finite_are_named(name):
-    inputs = draw(SHAPE, torch.float32)
-    inputs[name][0, 3] = float("nan")
-    with pytest.raises(ValueError, match=f"{name} holds"):
-        K.check_lattice(**inputs)
-
-
-def test_values_of_a_state_are_checked():
-    (state,) = draw_state(SHAPE, 1, torch.float32)
-    K.check_lattice(state=state)
-    for factor, message in ((0.0, "norm 0"), (1.1, "norm 1.1"), (float("inf"), "not finite")):
-        wrong = state.clone()
-        wrong[0, 0, :, 3] *= factor
-        with pytest.raises(ValueError, match=message):
-            K.check_lattice(state=wrong)
-
-
-def test_negative_step_is_refused():
-    inputs = draw(SHAPE, torch.float32)
+def test_values_that_are_checked():
+    """Numbers that are not finite, by the name of their tensor; negative steps; states whose norms are not one."""
+    inputs, (state,) = draw(SHAPE, torch.float32), draw_state(SHAPE, 1, torch.float32)
+    K.check_lattice(**inputs, state=state)
     K.check_lattice(gamma=inputs["gamma"] * 0)
-    with pytest.raises(ValueError, match="gamma=-0.5"):
-        K.check_lattice(gamma=torch.tensor([0.1, -0.5]))
+    wrong = [(name, (0, 3), float("nan"), f"{name} holds") for name in ("q", "k", "v", "gamma")]
+    wrong += [("gamma", (0, 3), -0.5, "gamma=-0.5")]
+    slot = (0, 0, slice(None), 3)
+    norms = ((0.0, "norm 0"), (1.1, "norm 1.1"), (float("inf"), "not finite"))
+    wrong += [("state", slot, factor * state[slot], message) for factor, message in norms]
+    for name, place, value, message in wrong:
+        bad = {**inputs, "state": state}[name].clone()
+        bad[place] = value
+        with pytest.raises(ValueError, match=message):
+            K.check_lattice(**{name: bad})
 
 
 def test_default_start_is_orthonormal():

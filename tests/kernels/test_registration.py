@@ -257,18 +257,12 @@ def test_bad_input_raises(op, message, change):
 
 
 @every_op
-def test_step_refuses_two_tokens(op):
-    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 2))
-    with pytest.raises(ValueError, match="token"):
-        op.step(op, inputs, op.draw_state(SHAPE, 1, torch.float32))
-
-
-@every_op
-def test_step_refuses_the_state_of_another_batch(op):
+def test_step_refuses_two_tokens_and_the_state_of_another_batch(op):
     """Otherwise the step would write outside the tensor."""
-    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
-    with pytest.raises(ValueError, match="state"):
-        op.step(op, inputs, op.draw_state(SHAPE, 3, torch.float32))
+    inputs = op.draw(SHAPE, torch.float32)
+    for tokens, rows, message in ((2, 1, "one token"), (1, 3, "state")):
+        with pytest.raises(ValueError, match=message):
+            op.step(op, op.tokens(inputs, slice(0, tokens)), op.draw_state(SHAPE, rows, torch.float32))
 
 
 @once_per_function
@@ -292,20 +286,13 @@ def test_step_refuses_a_state_that_is_not_contiguous(op):
             op.step(op, inputs, tuple(strided))
 
 
-def test_triton_without_a_gpu_raises(monkeypatch):
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+@pytest.mark.parametrize(("value", "message"), [("triton", "needs a GPU"), ("cuda", "is not one"), ("", "is not one")])
+def test_a_backend_that_cannot_run_raises(value, message, monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", value)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     op = OPS[0]
-    with pytest.raises(ValueError, match="needs a GPU"):
+    with pytest.raises(ValueError, match=f"HF_MEMMIX_BACKEND.*{message}"):
         op.run(op.fast, {name: t.cpu() for name, t in op.draw(SHAPE, torch.float32).items()})
-
-
-@pytest.mark.parametrize("value", ["cuda", ""])
-def test_unknown_backend_raises(value, monkeypatch):
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", value)
-    op = OPS[0]
-    with pytest.raises(ValueError, match="HF_MEMMIX_BACKEND"):
-        op.run(op.fast, op.draw(SHAPE, torch.float32))
 
 
 @pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter

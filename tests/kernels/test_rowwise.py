@@ -56,9 +56,19 @@ def angles(batch, length, pairs, dtype, scale=1.3):
     return scale * angle.cos().to(dtype), scale * angle.sin().to(dtype)
 
 
-def compare(got: dict, want: dict, dtype: torch.dtype):
+def assert_agrees(call, functions: tuple, leaves: dict, weight: torch.Tensor, dtype=torch.float32):
+    """call(function) of the leaves is the same for both functions: the op and its reference."""
+    got, want = (results(call(fn), leaves, weight) for fn in functions)
     assert got["out"].dtype == dtype
     assert_close(got, want, lambda name: TOLERANCE[dtype] * (2 if name.startswith("d ") else 1))
+
+
+UNIT_HEADS, GATED_NORM = (unit_heads, naive_unit_heads), (gated_norm, naive_gated_norm)
+
+
+def norm(**options):
+    """A call of the gated norm with these options."""
+    return lambda fn: lambda y, weight, gate=None: fn(y, gate, weight, **{"eps": EPS} | options)
 
 
 @pytest.mark.product_rows(r"triton-.*(float16|bfloat16|float64|67, 5)")  # one row per kernel stays in the interpreter
@@ -69,8 +79,7 @@ def test_unit_heads_equals_naive(shape, dtype, backend, poisoned_empty):
     x = randn(batch, length, heads, size, dtype=dtype)
     rotary = angles(batch, length, pairs, dtype) if pairs else (None, None)
     weight = randn(*x.shape, dtype=torch.float64)
-    want = results(lambda x: naive_unit_heads(x, *rotary, EPS), {"x": x}, weight)
-    compare(results(lambda x: unit_heads(x, *rotary, EPS), {"x": x}, weight), want, dtype)
+    assert_agrees(lambda fn: lambda x: fn(x, *rotary, EPS), UNIT_HEADS, {"x": x}, weight, dtype)
 
 
 # on a CPU, the dtypes other than float32 run the first shape
@@ -87,13 +96,8 @@ def test_gated_norm_equals_naive(shape, activation, norm_first, limit, dtype, ba
     leaves = {"y": randn(*size, dtype=dtype), "weight": 1 + 0.2 * randn(groups * size[-1], dtype=dtype)}
     if activation is not None:
         leaves["gate"] = randn(*size, dtype=dtype)
-    options = {"eps": EPS, "activation": activation, "norm_first": norm_first, "limit": limit}
-
-    def call(fn):
-        return lambda y, weight, gate=None: fn(y, gate, weight, **options)
-
-    weight = randn(*size, dtype=torch.float64)
-    compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), dtype)
+    call = norm(activation=activation, norm_first=norm_first, limit=limit)
+    assert_agrees(call, GATED_NORM, leaves, randn(*size, dtype=torch.float64), dtype)
 
 
 @pytest.mark.parametrize("programs", [512, 8, 1], ids=["1 tile", "2 tiles", "all tiles"])
@@ -106,12 +110,7 @@ def test_how_many_tiles_a_program_of_the_norm_sums(programs, backend, monkeypatc
         assert launch._loops(18, 1000) == {512: 1, 8: 2, 1: 16}[programs]
     leaves = {"y": randn(70, 1000, dtype=torch.float32), "weight": 1 + 0.2 * randn(1000, dtype=torch.float32)}
     leaves["gate"] = randn(70, 1000, dtype=torch.float32)
-    weight = randn(70, 1000, dtype=torch.float64)
-    got, want = (
-        results(lambda y, weight, gate, fn=fn: fn(y, gate, weight, EPS), leaves, weight)
-        for fn in (gated_norm, naive_gated_norm)
-    )
-    compare(got, want, torch.float32)
+    assert_agrees(norm(), GATED_NORM, leaves, randn(70, 1000, dtype=torch.float64))
 
 
 def test_inputs_need_not_be_contiguous(backend):
@@ -121,23 +120,17 @@ def test_inputs_need_not_be_contiguous(backend):
     rotary = rotary[0], rotary[1].contiguous()  # other strides than those of cos
     part = x[..., 64:128].unflatten(-1, (2, 32))
     weight = randn(2, 2, 7, 32, dtype=torch.float64).transpose(1, 2)
-    want = results(lambda x: naive_unit_heads(x, *rotary, EPS), {"x": part}, weight)
-    compare(results(lambda x: unit_heads(x, *rotary, EPS), {"x": part}, weight), want, torch.float32)
+    assert_agrees(lambda fn: lambda x: fn(x, *rotary, EPS), UNIT_HEADS, {"x": part}, weight)
     leaves = {"y": x[..., :64], "gate": x[..., 64:128], "weight": randn(64, dtype=torch.float32)}
-    weight = randn(7, 2, 64, dtype=torch.float64).transpose(0, 1)
-
-    def call(fn):
-        return lambda y, gate, weight: fn(y, gate, weight, EPS)
-
-    compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), torch.float32)
+    assert_agrees(norm(), GATED_NORM, leaves, randn(7, 2, 64, dtype=torch.float64).transpose(0, 1))
 
 
 @every_dtype
 @pytest.mark.parametrize("size", [(2, 3, 40), (5000,)], ids=str)
 def test_gated_product_equals_naive(size, dtype, backend, poisoned_empty):
     leaves = {"gate": randn(*size, dtype=dtype), "up": randn(*size, dtype=dtype)}
-    weight = randn(*size, dtype=torch.float64)
-    compare(results(gated_product, leaves, weight), results(naive_gated_product, leaves, weight), dtype)
+    functions = gated_product, naive_gated_product
+    assert_agrees(lambda fn: fn, functions, leaves, randn(*size, dtype=torch.float64), dtype)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -146,13 +139,8 @@ def test_gate_may_be_a_slice_and_is_clamped(heads, backend, poisoned_empty):
     wide = randn(2, 3, 40 * heads, dtype=torch.float32)
     leaves = {"y": randn(2, 3, heads, 16, dtype=torch.float32), "weight": randn(16 * heads, dtype=torch.float32)}
     leaves["gate"] = wide[..., : 16 * heads].unflatten(-1, (heads, 16))
-    weight = randn(2, 3, heads, 16, dtype=torch.float64)
-
-    def call(fn):
-        options = {"norm_first": False, "gate_limit": 0.7}
-        return lambda y, gate, weight: fn(y, gate, weight, EPS, **options)
-
-    compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), torch.float32)
+    call = norm(norm_first=False, gate_limit=0.7)
+    assert_agrees(call, GATED_NORM, leaves, randn(2, 3, heads, 16, dtype=torch.float64))
 
 
 @every_dtype
@@ -165,7 +153,6 @@ def test_decay_equals_naive(used, limits, dtype, backend, poisoned_empty):
     full = torch.promote_types(dtype, torch.float32)
     leaves = {"x": wide[..., 4:9], "bias": randn(5, dtype=full), "A_log": randn(5, dtype=full)}
     rate = leaves["A_log"] if used != (0,) else leaves.pop("A_log")  # dt does not depend on it
-    weight = randn(2, 70, 5, dtype=torch.float64)
 
     def call(fn):
         def of(x, bias, A_log=rate):
@@ -175,7 +162,7 @@ def test_decay_equals_naive(used, limits, dtype, backend, poisoned_empty):
 
         return of
 
-    compare(results(call(decay), leaves, weight), results(call(naive_decay), leaves, weight), dtype)
+    assert_agrees(call, (decay, naive_decay), leaves, randn(2, 70, 5, dtype=torch.float64), dtype)
 
 
 def test_small_steps_are_exact(backend):
@@ -183,16 +170,6 @@ def test_small_steps_are_exact(backend):
     x = torch.full((1, 1, 3), -40.0, device=DEVICE)
     dt, _ = decay(x, torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE))
     torch.testing.assert_close(dt, x.exp(), rtol=1e-5, atol=0)
-
-
-def test_decay_needs_one_bias_per_head():
-    with pytest.raises(ValueError, match=r"bias and A_log \[H\], got \(1, 2, 3\), \(2,\)"):
-        decay(torch.ones(1, 2, 3), torch.ones(2), torch.ones(3))
-
-
-def test_product_needs_one_shape():
-    with pytest.raises(ValueError, match="one shape and dtype"):
-        gated_product(torch.ones(2, 3), torch.ones(3))
 
 
 def test_rows_of_zeros(backend):
@@ -254,6 +231,8 @@ def test_compiled_code_sees_plain_operators(backend):
         (lambda x, w: gated_norm(x, x[:1], w, EPS), "shape of y"),
         (lambda x, w: gated_norm(x, x, w[:3], EPS), "weight must be \\[D=16\\]"),
         (lambda x, w: gated_norm(x, x, w, EPS, activation="relu"), "'relu' is not one of"),
+        (lambda x, w: decay(x[0], w[:4], w), r"bias and A_log \[H\], got \(3, 4, 16\), \(4,\)"),
+        (lambda x, w: gated_product(x, w), "one shape and dtype"),
     ],
 )
 def test_bad_input_raises(call, message):

@@ -13,22 +13,26 @@ from torch import Tensor
 
 def check_step_states(
     op: str,
+    tokens: int,
     states: tuple[Tensor, ...],
     shapes: tuple[tuple[int, ...], ...],
     state_indices: Tensor | None,
     any_stride: bool = False,
 ) -> None:
-    """Raise ValueError unless a decode step may update `states` in place.
+    """Raise ValueError unless a decode step reads one token and may update `states` in place.
 
     Values of `state_indices` are not checked, because that would wait for the device.
 
     Args:
         op: the name of the step, for messages.
+        tokens: how many tokens each row has.
         states: contiguous tensors [B, ...]; with `state_indices` pools [pages, ...], each page contiguous.
         shapes: the shapes [B, ...] of a batch's states.
         state_indices: int32 or int64 [B], or None.
         any_stride: whether states without `state_indices` may have any strides.
     """
+    if tokens != 1:
+        raise ValueError(f"{op} advances by one token, got {tokens}; use the function of whole sequences for several")
     if state_indices is not None:
         _check_pages(op, states, shapes, state_indices)
         return

@@ -252,7 +252,5 @@ def coffee_step(
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
     inputs = _check("coffee_step", Inputs(u, lam, w, C, w_filter, gate), feedback)
-    if u.shape[1] != 1:
-        raise ValueError(f"coffee_step advances by one token, got {u.shape[1]}; use chunk_coffee for several")
-    check_step_states("coffee_step", (state,), ((u.shape[0], *lam.shape),), state_indices)
+    check_step_states("coffee_step", u.shape[1], (state,), ((u.shape[0], *lam.shape),), state_indices)
     return _step(*inputs, state, state_indices, feedback)

@@ -166,10 +166,7 @@ def gated_delta_step(
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
     _check("gated_delta", q, k, v, log_decay, beta)
-    if q.shape[1] != 1:
-        raise ValueError(f"gated_delta_step advances by one token, got {q.shape[1]}; use chunk_gated_delta")
-    check_step_states(
-        "gated_delta_step", (state,), ((q.shape[0], beta.shape[2], q.shape[3], v.shape[3]),), state_indices
-    )
+    expected = (q.shape[0], beta.shape[2], q.shape[3], v.shape[3])
+    check_step_states("gated_delta_step", q.shape[1], (state,), (expected,), state_indices)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _step(q, k, v, log_decay, beta, state, state_indices, float(scale))

@@ -257,9 +257,7 @@ def gka_step(
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
     check((q, k, v, log_decay, alpha, beta), sketch, ridge)
-    if q.shape[1] != 1:
-        raise ValueError(f"gka_step advances by one token, got {q.shape[1]}; use chunk_gka for several")
-    check_step_states("gka_step", state, state_shapes(q.shape[0], q, v, sketch), state_indices)
+    check_step_states("gka_step", q.shape[1], state, state_shapes(q.shape[0], q, v, sketch), state_indices)
     h, u = state
     alpha = torch.ones_like(log_decay) if alpha is None else alpha
     beta = torch.ones_like(log_decay) if beta is None else beta

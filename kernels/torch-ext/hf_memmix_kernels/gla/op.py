@@ -175,9 +175,7 @@ def gla_step(
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
     _check("gla", q, k, v, log_decay, beta, skip)
-    if q.shape[1] != 1:
-        raise ValueError(f"gla_step advances by one token, got {q.shape[1]}; use chunk_gla for several")
     expected = (q.shape[0], log_decay.shape[2], q.shape[3], v.shape[3])
-    check_step_states("gla_step", (state,), (expected,), state_indices)
+    check_step_states("gla_step", q.shape[1], (state,), (expected,), state_indices)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _step(q, k, v, log_decay, beta, skip, state, state_indices, float(scale))

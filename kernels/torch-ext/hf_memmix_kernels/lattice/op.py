@@ -278,10 +278,8 @@ def lattice_step(
     """
     rule = Rule(variant, project, float(l1))
     _check(Inputs(q, k, v, gamma, log_decay), rule)
-    if q.shape[1] != 1:
-        raise ValueError(f"lattice_step advances by one token, got {q.shape[1]}; use chunk_lattice for several")
-    (B, _, H, m), d = q.shape, v.shape[-1]
-    check_step_states("lattice_step", (state,), ((B, H, d, m),), state_indices)
+    (B, T, H, m), d = q.shape, v.shape[-1]
+    check_step_states("lattice_step", T, (state,), ((B, H, d, m),), state_indices)
     if project and log_decay is not None:
         gamma, log_decay = _fold(gamma, log_decay)
     return _step(q, k, v, gamma, log_decay, state, state_indices, *rule)

@@ -35,10 +35,6 @@ def _native(x: Tensor, *others: Tensor | None, one_dtype: bool = True):
 launch = functools.partial(module, ".launch", __package__)
 
 
-def _unit_fwd(*args):
-    return launch().unit_heads_fwd_triton(*args)
-
-
 def _unit_context(ctx, inputs, output):
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
@@ -46,10 +42,6 @@ def _unit_context(ctx, inputs, output):
 
 def _unit_bwd(ctx, dy):
     return launch().unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
-
-
-def _norm_fwd(*args):
-    return launch().gated_norm_fwd_triton(*args)
 
 
 def _norm_context(ctx, inputs, output):
@@ -62,20 +54,12 @@ def _norm_bwd(ctx, do):
     return dy, dgate, dweight, None, None, None, None, None
 
 
-def _product_fwd(*args):
-    return launch().gated_product_fwd_triton(*args)
-
-
 def _product_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
 def _product_bwd(ctx, do):
     return launch().gated_product_bwd_triton(do, *ctx.saved_tensors)
-
-
-def _decay_fwd(*args):
-    return launch().decay_fwd_triton(*args)
 
 
 def _decay_context(ctx, inputs, output):
@@ -89,10 +73,14 @@ def _decay_bwd(ctx, ddt, dg):
     return *grads, None, None, None
 
 
-_unit_heads = eager_function("unit_heads", _unit_fwd, _unit_bwd, _unit_context)
-_gated_norm = eager_function("gated_norm", _norm_fwd, _norm_bwd, _norm_context)
-_decay = eager_function("decay", _decay_fwd, _decay_bwd, _decay_context)
-_gated_product = eager_function("gated_product", _product_fwd, _product_bwd, _product_context)
+def _function(name: str, backward: Callable, setup_context: Callable) -> Callable:
+    return eager_function(name, lambda *args: getattr(launch(), f"{name}_fwd_triton")(*args), backward, setup_context)
+
+
+_unit_heads = _function("unit_heads", _unit_bwd, _unit_context)
+_gated_norm = _function("gated_norm", _norm_bwd, _norm_context)
+_decay = _function("decay", _decay_bwd, _decay_context)
+_gated_product = _function("gated_product", _product_bwd, _product_context)
 
 
 def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:

@@ -169,10 +169,8 @@ def short_conv_step(
         ValueError: more than one token, or shapes or an activation that `short_conv` refuses.
     """
     silu = _check(x, weight, bias, activation)
-    if x.shape[1] != 1:
-        raise ValueError(f"short_conv_step takes one token, got T={x.shape[1]}; use short_conv for more.")
     expected = (x.shape[0], x.shape[2], weight.shape[1] - 1)
-    check_step_states("short_conv_step", (state,), (expected,), state_indices, any_stride=True)
+    check_step_states("short_conv_step", x.shape[1], (state,), (expected,), state_indices, any_stride=True)
     return _step(x, weight, dense(bias), state, state_indices, silu, limit)
 
 
@@ -240,7 +238,7 @@ def unit_heads_after_convolutions(
         if not use_triton(first, "short_conv") or torch._C._are_functorch_transforms_active():
             return None
     shapes = tuple((c.x.shape[0], c.x.shape[2], c.weight.shape[1] - 1) for c in convolutions)
-    check_step_states("short_conv_step", tuple(states), shapes, state_indices, any_stride=True)
+    check_step_states("short_conv_step", first.shape[1], tuple(states), shapes, state_indices, any_stride=True)
     return _split(_heads_op(*arguments) if through_op else _heads_triton(arguments), x)
 
 

@@ -265,8 +265,6 @@ def ska_step(
     """
     estimate = Estimate(power, float(eps), spectral_norm, float(sigma_floor))
     check(q, k, v, mask, {"gamma": gamma, "eta": eta}, chunk_size, "running_max", estimate)
-    if q.shape[1] != 1:
-        raise ValueError(f"ska_step advances by one token, got {q.shape[1]}; use chunk_ska for several")
     if refresh_every not in (None, 1, chunk_size):
         raise ValueError(
             f"ska_step: refresh_every={refresh_every} must be 1 or chunk_size={chunk_size}; the operator cannot be"
@@ -277,6 +275,6 @@ def ska_step(
     expected = state_shapes(batch, k.shape[2], rank, values)
     if per_token:
         expected = (expected[0], (*expected[2], rank), *expected[2:])
-    check_step_states("ska_step", state, expected, state_indices)
+    check_step_states("ska_step", q.shape[1], state, expected, state_indices)
     x = Tokens(q, masked(k, mask), v, gain_of(q, gamma, eta, power))
     return _ska_step(*x, *state, state_indices, chunk_size, per_token, *estimate)

@@ -215,10 +215,8 @@ def window_step(
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
     _check("window_step", q, k, v, window, sinks, sink_logits)
-    if q.shape[1] != 1:
-        raise ValueError(f"window_step advances by one token, got {q.shape[1]}; use chunk_window for several")
     shapes = window_state_shapes(q.shape[0], k.shape[2], k.shape[3], window, sinks)
-    check_step_states("window_step", tuple(state), shapes, state_indices)
+    check_step_states("window_step", q.shape[1], tuple(state), shapes, state_indices)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     softcap = None if softcap is None else float(softcap)
     return _step(q, k, v, sink_logits, *state, state_indices, window, sinks, scale, softcap)

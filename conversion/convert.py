@@ -297,7 +297,7 @@ def _report_of(student: PreTrainedModel) -> str | None:
     if (report := getattr(student, "conversion_report", None)) is not None:
         return json.dumps(report.record(), indent=1) + "\n"
     stored = Path(student.name_or_path) / REPORT_FILE
-    return stored.read_text() if student.name_or_path and stored.is_file() else None
+    return stored.read_text(encoding="utf-8") if student.name_or_path and stored.is_file() else None
 
 
 def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

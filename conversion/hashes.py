@@ -53,7 +53,7 @@ def _add_tensor(digest, name: str, tensor: Tensor) -> None:
 def hash_files(folder: str | Path, names: Collection[str] | None = None, without: Collection[str] = ()) -> dict:
     """The hash of every file in a folder, or of those with these names, by relative path."""
     if names is None:
-        names = (str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+        names = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
     names = sorted(set(names) - set(without))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: file_hash(Path(folder) / name), names), strict=True))

@@ -4,13 +4,11 @@ Temporary folders have the host and the process id in their names. If a process 
 to the same place removes what it left.
 """
 
-import ctypes
 import errno
 import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from safetensors import SafetensorError
 
 from hf_memmix.conversion.written import check_replaceable, mark_folder
 from hf_memmix.errors import UserError
+from hf_memmix.operating_system import WINDOWS, exchange, flush, is_running
 
 FREE_PLACE = "remove it, choose another folder, or replace it (--overwrite; overwrite=True in Python)"
 OTHER_FOLDER = "Give another folder"
@@ -28,7 +27,6 @@ SHARD_SIZE = "5GB"  # largest weight file of a saved model, as on the Hub
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
@@ -102,6 +100,8 @@ def explain_write_errors(path: str | Path, full: str = OTHER_FOLDER, otherwise: 
             number = int(found[1])
         if number in _DENIED:
             remedy = "This user may not write there: change the permissions, or give another folder"
+            if WINDOWS:  # it replaces no open file, e.g. the weights of a model that was loaded from there
+                remedy = f"If a model or another program has files there open, close it. {remedy}"
         else:
             remedy = full if number is None or number in _FULL else otherwise
         raise UserError(f"cannot write {str(path)!r}: {cause}. {remedy}") from error
@@ -135,9 +135,9 @@ def replace_file(path: str | Path) -> Iterator[Path]:
     try:
         yield part
         os.chmod(part, 0o666 & ~_umask())
-        _sync(part)
+        flush(part)
         os.replace(part, path)
-        _sync(path.parent)
+        flush(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -153,9 +153,10 @@ def replace_folder(source: Path, path: Path) -> None:
         for name in files:
             os.chmod(os.path.join(folder, name), 0o666 & ~mask)
         for entry in [folder, *(os.path.join(folder, name) for name in files)]:
-            _sync(entry)
-    if path.exists() and _exchange(source, path):
-        _sync(path.parent)
+            flush(entry)
+    # elsewhere there is a moment without a folder
+    if path.exists() and exchange(source, path):
+        flush(path.parent)
         shutil.rmtree(source, ignore_errors=True)
         return
     old = path.with_name(f"{_prefix(path)}0.old")
@@ -167,7 +168,7 @@ def replace_folder(source: Path, path: Path) -> None:
         if old.exists():
             os.replace(old, path)
         raise
-    _sync(path.parent)
+    flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -175,7 +176,7 @@ def remove_folder(folder: Path, beside: Path) -> None:
     """Remove a folder if it exists. If the process is killed, `remove_leftovers(beside)` later removes the rest."""
     if folder.exists():
         doomed = Path(tempfile.mkdtemp(prefix=_prefix(beside), suffix=".tmp", dir=folder.parent))
-        os.replace(folder, doomed)
+        os.replace(folder, doomed / folder.name)  # in place of `doomed` itself Windows would refuse it
         shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -189,7 +190,7 @@ def remove_leftovers(path: Path) -> None:
     pattern = re.compile(re.escape(f".{path.name}.{_host()}-") + r"(\d+)-\w+\.(tmp|old)")
     for entry in list(path.parent.iterdir()):
         match = pattern.fullmatch(entry.name)
-        if match is None or _is_running(int(match[1])):
+        if match is None or is_running(int(match[1])):
             continue
         if match[2] == "old" and not path.exists():
             os.replace(entry, path)
@@ -203,35 +204,6 @@ def _prefix(path: Path) -> str:
 
 def _host() -> str:
     return socket.gethostname().replace(os.sep, "_")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders in one step, so that `path` exists at every moment. False if that is impossible.
-
-    Linux can do it on most file systems; elsewhere the caller renames one folder after the other.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(libc, "renameat2"):
-        return False
-    return libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
-
-
-def _sync(path: str | Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _umask() -> int:

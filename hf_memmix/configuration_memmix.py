@@ -253,7 +253,7 @@ class MemMixConfig(PreTrainedConfig):
         folder = Path(save_directory)
         if not folder.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "modeling_memmix.py").write_text(REMOTE_STUB)
+            (folder / "modeling_memmix.py").write_text(REMOTE_STUB, encoding="utf-8")
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
 

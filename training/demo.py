@@ -198,7 +198,7 @@ def run_demo(
         "seconds": seconds | {"total": round(time.perf_counter() - started, 1)},
     }
     write_json(output / "results.json", results)
-    results = json.loads((output / "results.json").read_text())
+    results = json.loads((output / "results.json").read_text(encoding="utf-8"))
     plot_context_cost(results, output / "plot.png")
     return results
 

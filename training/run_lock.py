@@ -1,12 +1,11 @@
 """A lock, so that only one process at a time works in a folder. A second process gets an error that names the first.
 
-It is a POSIX record lock of the operating system on a file beside the folder. Such locks also work on NFS and are not
-inherited by forked processes. When a process is killed, its lock ends. The content of the file names the process.
+It is a lock of the operating system on a file beside the folder. When a process is killed, its lock ends. The content
+of the file names the process.
 """
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from hf_memmix import launch
 from hf_memmix.conversion.saving import check_target, explain_write_errors, remove_folder
 from hf_memmix.errors import UserError
+from hf_memmix.operating_system import WINDOWS, try_lock
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
@@ -54,13 +54,16 @@ def run_lock(folder: str | Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.unlink()  # before unlocking: a process that has opened the file notices it and opens a new one
         os.close(handle)
+        if WINDOWS:  # it removes no open file, so not that of a process that has opened it meanwhile
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _acquire(path: Path, folder: str | Path) -> int:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(handle)
         except OSError as error:
             holder = os.read(handle, 1000)
             os.close(handle)
@@ -152,7 +155,7 @@ def _is_leftover(folder: Path, out_dir: Path) -> bool:
 def _is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint is that of the last step."""
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
         return state["global_step"] >= state["max_steps"]
     except (OSError, ValueError, KeyError, TypeError):
         return False

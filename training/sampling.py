@@ -178,7 +178,7 @@ def _generation_config(teacher, tokenizer, max_new_tokens: int, temperature: flo
 def _continued(work: Path, settings: dict) -> dict:
     """How far an interrupted run has come. Raises ValueError if it had other settings, or rows of it are lost."""
     try:
-        saved = json.loads((work / PARTIAL_FILE).read_text())
+        saved = json.loads((work / PARTIAL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {"prompts": 0, "rows": 0, "left_out": 0, "bytes": 0}
     if different := "; ".join(differences(saved["settings"], settings)):

@@ -129,7 +129,7 @@ def write_cache(
 def _finished_files(work: Path, settings: dict) -> dict[str, str]:
     """Names and hashes of the complete files of an interrupted cache with the same settings."""
     try:
-        record = json.loads((work / PARTIAL_FILE).read_text())
+        record = json.loads((work / PARTIAL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     files = record.pop("files", {})

@@ -1,19 +1,20 @@
 """Reads the tensors of safetensors files one after the other, or in pieces.
 
-The files are read by `pread` into buffers of known size. Mapped files would count as memory of the process, up to the
+The files are read into buffers of known size. Mapped files would count as memory of the process, up to the
 size of a whole shard.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from hf_memmix.conversion.loading import weight_files
 from hf_memmix.errors import UserError
+from hf_memmix.operating_system import read_at
 
 # names of dtypes in the header of a safetensors file
 DTYPES = {
@@ -55,7 +56,7 @@ class Checkpoint:
     def __init__(self, folder: Path):
         self.folder, self.files = folder, weight_files(folder)
         self.tensors: dict[str, StoredTensor] = {}
-        self._handles: dict[Path, int] = {}
+        self._opened: dict[Path, BinaryIO] = {}
         for file in self.files:
             for tensor in _header(file):
                 if tensor.name in self.tensors:
@@ -70,9 +71,9 @@ class Checkpoint:
         return self
 
     def __exit__(self, *error) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        for opened in self._opened.values():
+            opened.close()
+        self._opened.clear()
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, in its stored dtype."""
@@ -92,11 +93,11 @@ class Checkpoint:
             yield piece.view(tensor.dtype)
 
     def _read_into(self, buffer, file: Path, start: int) -> None:
-        if file not in self._handles:
-            self._handles[file] = os.open(file, os.O_RDONLY)
+        if file not in self._opened:
+            self._opened[file] = file.open("rb", buffering=0)
         view = memoryview(buffer).cast("B")
         while view:
-            count = os.preadv(self._handles[file], [view], start)
+            count = read_at(self._opened[file].fileno(), view, start)
             if not count:
                 raise UserError(f"{str(file)!r} became shorter while it was read; copy it again")
             view, start = view[count:], start + count

@@ -4,8 +4,6 @@ Bytes are computed from shapes. Memory and time of the mixers are measured on on
 weights, the speed of the disk on a small file that is removed again. The teacher's weights need not be there.
 """
 
-import contextlib
-import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -17,10 +15,11 @@ from transformers import PreTrainedModel
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import check_finite_tensor
 from hf_memmix.conversion.streaming.checkpoint import PIECE, Checkpoint
-from hf_memmix.conversion.streaming.layer import build_mixer, release_memory
+from hf_memmix.conversion.streaming.layer import build_mixer
 from hf_memmix.conversion.streaming.matching import as_saved
 from hf_memmix.conversion.streaming.shards import ShardWriter, header_of
 from hf_memmix.mixers import ATTENTION
+from hf_memmix.operating_system import forget_cached, peak_memory, release_memory, reset_peak
 
 PROBE = 256 * 2**20  # bytes of the file with which the disk is measured
 
@@ -78,10 +77,7 @@ class _Disk:
                 seconds["copy"] = time.perf_counter() - start
             seconds["write"] = time.perf_counter() - start
             file = next(folder.glob("*.safetensors"))
-            handle = os.open(file, os.O_RDONLY)
-            if hasattr(os, "posix_fadvise"):  # not on macOS, where the file is read from the cache
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
+            forget_cached(file)
             start, seconds["check"] = time.perf_counter(), 0.0
             with Checkpoint(folder) as checkpoint:
                 for read in checkpoint.pieces("probe"):
@@ -110,22 +106,3 @@ def _layer_seconds(teacher: PreTrainedModel, student: PreTrainedModel, layer: in
 
 def _file_bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values()) + len(header_of(tensors, tensors))
-
-
-def reset_peak() -> int:
-    """Let the kernel measure the peak memory of this process anew. Returns the memory of now, in bytes."""
-    with contextlib.suppress(OSError):  # then the peak is that of the whole process until now
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory()
-
-
-def peak_memory() -> int:
-    """Peak memory of this process in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

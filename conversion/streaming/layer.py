@@ -1,7 +1,5 @@
 """Converts one layer of a model whose other weights are not in memory."""
 
-import ctypes
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,10 +54,3 @@ def build_mixer(
     tensors = {f"{prefix}.{name}": tensor for name, tensor in mixer.state_dict().items()}
     mixer.to("meta")
     return tensors
-
-
-def release_memory() -> None:
-    """Give freed memory back to the system. glibc keeps it otherwise, and after some layers it is in pieces."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)

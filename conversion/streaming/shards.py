@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -18,12 +19,12 @@ from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import SHARD_SIZE
 from hf_memmix.conversion.streaming.checkpoint import DTYPES
 from hf_memmix.errors import UserError
+from hf_memmix.operating_system import flush_data, write_at
 
 # the safetensors library writes the tensors of one file in this order of dtypes, and by name within a dtype
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _FLUSH_EVERY = 128 * 2**20  # bytes
-_flush_file = getattr(os, "fdatasync", os.fsync)  # macOS has only the second one
 
 
 class ShardWriter:
@@ -50,14 +51,14 @@ class ShardWriter:
                 f"the disk of {str(folder.parent)!r} has {bytes_text(free)} free, and the student needs"
                 f" {bytes_text(self.nbytes)}; make room, or choose another folder"
             )
-        self._places: dict[str, tuple[int, int]] = {}  # file handle and offset of each tensor
-        self._handles: list[int] = []
+        self._places: dict[str, tuple[int, int]] = {}  # file descriptor and offset of each tensor
+        self._files: list[BinaryIO] = []
         self._unflushed, self._flushes = 0, []
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
         for file, header in headers.items():
-            handle = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            self._handles.append(handle)
-            _write(handle, memoryview(header), 0)
+            self._files.append((folder / file).open("xb", buffering=0))
+            handle = self._files[-1].fileno()
+            write_at(handle, memoryview(header), 0)
             offset = len(header)
             for name in _file_order(split.filename_to_tensors[file], tensors):
                 self._places[name] = (handle, offset)
@@ -75,8 +76,8 @@ class ShardWriter:
         for piece in pieces:
             values = piece.detach().contiguous().view(-1)
             if values.numel():
-                offset += _write(handle, memoryview(values.view(torch.uint8).numpy()).cast("B"), offset)
-                self._unflushed += values.nbytes
+                write_at(handle, memoryview(values.view(torch.uint8).numpy()).cast("B"), offset)
+                offset, self._unflushed = offset + values.nbytes, self._unflushed + values.nbytes
             if self._unflushed >= _FLUSH_EVERY:
                 self._flush(handle)
         if offset != end:
@@ -87,7 +88,7 @@ class ShardWriter:
             return
         for flush in self._flushes:
             flush.result()
-        self._flushes, self._unflushed = [self._flusher.submit(_flush_file, handle)], 0
+        self._flushes, self._unflushed = [self._flusher.submit(flush_data, handle)], 0
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -100,11 +101,11 @@ class ShardWriter:
                     raise RuntimeError(f"{len(self._places)} tensors were not written: {next(iter(self._places))} ...")
                 for flush in self._flushes:
                     flush.result()
-                for handle in self._handles:
-                    os.fsync(handle)
+                for file in self._files:
+                    os.fsync(file.fileno())
         finally:
-            for handle in self._handles:
-                os.close(handle)
+            for file in self._files:
+                file.close()
 
 
 def _file_order(names: Iterable[str], tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -122,11 +123,3 @@ def header_of(names: Iterable[str], tensors: dict[str, torch.Tensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write(handle: int, data: memoryview, offset: int) -> int:
-    count = len(data)
-    while data:
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written
-    return count

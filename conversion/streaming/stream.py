@@ -17,11 +17,12 @@ from hf_memmix.conversion.loading import (
     refuse_untied_head,
 )
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.streaming.layer import build_mixer, release_memory
+from hf_memmix.conversion.streaming.layer import build_mixer
 from hf_memmix.conversion.streaming.matching import NotStreamable, match
 from hf_memmix.conversion.streaming.shards import ShardWriter
 from hf_memmix.conversion.streaming.trained import TrainedMixers
 from hf_memmix.mixers import MemoryMixer
+from hf_memmix.operating_system import release_memory
 
 Progress = Callable[[int, int], None]  # of bytes done and all bytes
 Fill = Callable[[MemoryMixer], None]

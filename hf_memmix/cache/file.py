@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 from .._transformers import tensor_parallel_size
 from ..configuration_memmix import MemMixConfig
 from ..mixers import MIXERS
+from ..operating_system import flush
 from .identity import check_same_model, fingerprint
 from .layer import RecurrentLayer
 from .record import note_dtype
@@ -108,8 +109,7 @@ def _write_atomically(directory: Path, tensors: dict[str, Tensor], header: dict[
     os.close(handle)
     try:
         save_file(tensors, temporary, metadata=header)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from hf_memmix.commands.checks import check_placement, given_model, library
 from hf_memmix.commands.common import Device, DeviceMap, Json, err, load, print_json, tokenizer_of
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.errors import UserError
+from hf_memmix.operating_system import WINDOWS
 
 
 @one_line_errors
@@ -126,12 +128,13 @@ def _chat(network, tokenizer, options: dict, prompt: str | None, system: str | N
 
 
 def _lines() -> Iterator[str]:
-    """The messages of a user, one a line, to the end of the input (Ctrl-D on a terminal). Empty lines are skipped."""
+    """The messages of a user, one a line, to the end of the input (on a terminal Ctrl-D). Empty lines are skipped."""
     asks = sys.stdin.isatty()
     if asks:
-        import readline  # noqa: F401, gives `input` a history
+        with suppress(ImportError):  # the console of Windows has a history by itself
+            import readline  # noqa: F401, gives `input` a history
 
-        err.print("one message a line; Ctrl-D ends", style="dim")
+        err.print(f"one message a line; {'Ctrl-Z and Enter end' if WINDOWS else 'Ctrl-D ends'}", style="dim")
     while True:
         if asks and not sys.stdout.isatty():  # `input` would write into the file of the answers
             err.print("> ", end="")

@@ -42,7 +42,7 @@ def test_a_folder_is_overwritten_and_nothing_is_left_beside_it(path, swaps, monk
     with pytest.raises(ValueError, match="is a file"), saving.atomic_folder(path / "weights"):
         pass
     if not swaps:
-        monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(saving, "exchange", lambda one, other: False)
     with saving.atomic_folder(path, overwrite=True) as folder:
         (folder / "other").write_text("new")
     assert [p.name for p in path.parent.iterdir()] == ["student"] and names_in(path) == ["other"]
@@ -57,7 +57,7 @@ def test_a_failed_rename_keeps_the_old_folder(path, monkeypatch):
             raise OSError("no")
         real(source, target)
 
-    monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(saving, "exchange", lambda one, other: False)
     monkeypatch.setattr(saving.os, "replace", second_fails)
     with pytest.raises(OSError, match="no"), saving.atomic_folder(path, overwrite=True) as folder:
         (folder / "weights").write_text("new")
@@ -149,9 +149,9 @@ def test_an_output_may_renew_a_folder_but_not_hold_it(path, monkeypatch):
 
 def test_a_kill_during_overwriting_leaves_a_complete_folder(path):
     (path.parent / "a").mkdir()
-    if not saving._exchange(path.parent / "a", path):
+    if not saving.exchange(path.parent / "a", path):
         pytest.skip("folders cannot be swapped here")
-    saving._exchange(path.parent / "a", path)
+    saving.exchange(path.parent / "a", path)
 
     def overwrite():
         saving.os.replace = die  # the first of two renames, or never called
@@ -203,7 +203,7 @@ def test_the_next_command_removes_leftovers_of_a_kill(path, moment):
             saving.remove_folder(path.parent / ".student.run", beside=path)
         if moment == "between two renames":
             replace = os.replace
-            saving._exchange = lambda one, other: False
+            saving.exchange = lambda one, other: False
             saving.os.replace = lambda one, other: die() if other == path else replace(one, other)
         with saving.atomic_folder(path, overwrite=True) as folder:
             (folder / "weights").write_text("new")

@@ -69,7 +69,7 @@ def test_a_run_that_is_locked_is_named(workspace, monkeypatch):
 
     with run_lock(workspace / ".out.run"):
         monkeypatch.setattr(module, "_held", set())
-        monkeypatch.setattr(module.fcntl, "lockf", held)
+        monkeypatch.setattr(module, "try_lock", held)
         run = command(workspace, "align")
         assert run.exit_code == 1 and not (workspace / "out").exists()
         assert f"another process works in '{workspace / '.out.run'}': process {os.getpid()} on " in run.stderr

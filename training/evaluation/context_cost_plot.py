@@ -46,7 +46,7 @@ def plot_context_cost(results: dict, path: str | Path) -> None:
 
 def main(results: Path, plot: Path) -> None:
     """Draw the plot of a results.json of the demo."""
-    plot_context_cost(json.loads(results.read_text()), plot)
+    plot_context_cost(json.loads(results.read_text(encoding="utf-8")), plot)
 
 
 if __name__ == "__main__":

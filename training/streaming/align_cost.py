@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_memmix.conversion.estimate import TRAINING_BYTES
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.streaming.conversion_cost import peak_memory, reset_peak
+from hf_memmix.operating_system import peak_memory, reset_peak
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.streaming.layer_training import order_of_rows, take_mixer, train_mixer
 from hf_memmix.training.streaming.rows import Rows

@@ -24,6 +24,7 @@ from hf_memmix.conversion.hashes import read_sealed, write_sealed
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import explain_write_errors
 from hf_memmix.errors import UserError
+from hf_memmix.operating_system import read_at, write_at
 
 RECORD = "memmix_spool.json"  # names the run to which a spool belongs
 _OWN_FILES = re.compile(r"layer-\d+\.(hidden|part|json)|\.layer-\d+\.json\.\d+\.part|" + re.escape(RECORD))
@@ -73,7 +74,7 @@ class HiddenStates:
     def _read_row(self, row: int, into: Tensor) -> None:
         view, place = _bytes(into), row * self._row_bytes
         while view:
-            count = os.preadv(self._file.fileno(), [view], place)
+            count = read_at(self._file.fileno(), view, place)
             if not count:
                 raise UserError(f"{self._file.name!r} ends before row {row}; another process has changed it")
             view, place = view[count:], place + count
@@ -123,11 +124,8 @@ class _Writer:
         return buffer[: len(batch)].copy_(batch)
 
     def _write_row(self, row: Tensor, place: int) -> int:
-        view, number = _bytes(row), place // row.nbytes
-        while view:
-            count = os.pwrite(self._file.fileno(), view, place)
-            view, place = view[count:], place + count
-        return _checksum(row[None], number)
+        write_at(self._file.fileno(), _bytes(row), place)
+        return _checksum(row[None], place // row.nbytes)
 
 
 @cache

@@ -61,7 +61,7 @@ def compiler() -> str | None:
 def _processor() -> str:
     """What the code of -march=native depends on: caches may be shared by several machines."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     kept = {line for line in lines if line.partition(":")[0].strip().lower() in PROCESSOR_LINES}

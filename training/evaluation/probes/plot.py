@@ -71,7 +71,7 @@ def _value(cells: list[dict], length: int, depth: float | None, model: str, meas
 
 def main(results: Path, plot: Path, measure: str = "choice") -> None:
     """Draw the plot of a probes.json of `memmix eval`; measure: choice or gain."""
-    plot_probes(json.loads(results.read_text()), plot, measure)
+    plot_probes(json.loads(results.read_text(encoding="utf-8")), plot, measure)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def measure(args) -> dict:
 
     from hf_memmix.conversion import convert_model
     from hf_memmix.conversion.records import environment
-    from hf_memmix.conversion.streaming.conversion_cost import peak_memory, reset_peak
+    from hf_memmix.operating_system import peak_memory, reset_peak
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.experiments.benchmarks.streaming import SHAPES, make_teacher
     from hf_memmix.training.recipe import load_recipe

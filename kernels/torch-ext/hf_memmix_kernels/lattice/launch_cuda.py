@@ -38,7 +38,7 @@ def _kernel(device: int, dtype: torch.dtype) -> CudaKernel | None:
     """The kernel on a GPU; None, and one line in the log, where it does not compile or load."""
     try:
         with torch.cuda.device(device):
-            module = load(SOURCE.read_text(), (f"-DBF16={int(dtype == torch.bfloat16)}",))
+            module = load(SOURCE.read_text(encoding="utf-8"), (f"-DBF16={int(dtype == torch.bfloat16)}",))
             return CudaKernel(module, "lattice_dec_walk_back", 32 * WARPS, SHARED_BACK)
     except Exception as error:  # other versions of cuda-bindings may lack a name or take other arguments
         logger.warning("lattice: Triton's kernel runs, because that in CUDA C++ does not: %s", error)

@@ -102,5 +102,5 @@ def test_versions_are_those_of_the_package():
     assert f"transformers 5.{oldest} to 5.{int(newest) - 1}" in README
     assert f"transformers 5.{oldest} and 5.{int(newest) - 1}" in README
     (torch,) = (name for name in PROJECT["dependencies"] if name.startswith("torch"))
-    assert f"{torch.replace('>=', ' ')} or newer" in README
-    assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or newer" in README
+    assert torch.replace(">=", " >= ") in README
+    assert f"Python >= {PROJECT['requires-python'].removeprefix('>=')}" in README

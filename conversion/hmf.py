@@ -19,12 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 import hf_memmix
 from hf_memmix._transformers import model_class_of
-from hf_memmix.backbones import BACKBONES
 from hf_memmix.conversion.loading import check_finite_weights, first_names, read_json, weight_files
+from hf_memmix.conversion.model_files import check_released
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION
 
-RELEASED = tuple(name for name, row in BACKBONES.items() if row.gka_release)
 LAYER_KINDS = {"*": ATTENTION, "full_attention": ATTENTION, "GKA": "gka"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
@@ -112,17 +111,8 @@ def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
     Raises:
         ValueError: a setting has no counterpart here.
     """
-    kind = str(raw.get("model_type"))
-    backbone = kind.removeprefix("hybrid_")
-    if backbone == kind or backbone not in RELEASED:
-        raise UserError(
-            f"model_type {kind!r} is not of the GKA release; supported: "
-            + ", ".join(f"hybrid_{name}" for name in RELEASED)
-        )
-    if not isinstance(raw.get("gka_config"), dict):
-        raise UserError("config.json has no gka_config, so no layer is GKA; nothing is left to import")
-    if raw.get("quantization_config"):
-        raise UserError("the checkpoint is quantized; import the original weights")
+    check_released(raw)
+    backbone = raw["model_type"].removeprefix("hybrid_")
     # config.json also has settings of mixers that no layer uses
     other = {name for name, value in raw.items() if name.endswith("_config") and isinstance(value, dict)}
     fields = {name: value for name, value in raw.items() if name not in other and name not in _OWN_KEYS}

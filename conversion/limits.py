@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from hf_memmix.backbones import backbone_of
+from hf_memmix.conversion.model_files import check_limit
 from hf_memmix.errors import UserError
 
 RESIZE = "train it with them first (model.resize_token_embeddings), or leave them out of the text"
@@ -24,8 +25,7 @@ def limit_of(model: nn.Module) -> float:
 
 def check_length(model: nn.Module, role: str, length: int, name: str, remedy: str) -> None:
     """Raise ValueError if a model cannot read `length` tokens; `name`: the option that holds this length."""
-    if length > (limit := limit_of(model)):
-        raise UserError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
+    check_limit(limit_of(model), role, length, name, remedy)
 
 
 def check_tokens(ids: Iterable[int], model: nn.Module, tokenizer, name: str) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hf_memmix.backbones import BACKBONES
 from hf_memmix.errors import UserError
 
 DEQUANTIZED = ("mxfp4",)  # quantization of the released gpt_oss models, which transformers removes while loading
@@ -59,12 +60,30 @@ def check_converted(config: dict) -> None:
         )
 
 
+def check_released(config: dict) -> None:
+    """Raise UserError if this configuration is not that of a checkpoint of the official GKA release."""
+    kind = str(config.get("model_type"))
+    released = [f"hybrid_{name}" for name, row in BACKBONES.items() if row.gka_release]
+    if kind not in released:
+        raise UserError(f"model_type {kind!r} is not of the GKA release; supported: {', '.join(released)}")
+    if not isinstance(config.get("gka_config"), dict):
+        raise UserError("config.json has no gka_config, so no layer is GKA; nothing is left to import")
+    if config.get("quantization_config"):
+        raise UserError("the checkpoint is quantized; import the original weights")
+
+
 def check_transformer(config: dict) -> None:
     """Raise UserError if this configuration of a teacher is that of a converted model."""
     if "mixer_types" in config:  # a student must learn from the original attention
         raise UserError(
             "the teacher is a converted model, not a transformer; give the transformer that the student came from"
         )
+
+
+def check_limit(limit: float, role: str, length: int, name: str, remedy: str) -> None:
+    """Raise UserError if a model for `limit` tokens cannot read `length`, which the option `name` holds."""
+    if length > limit:
+        raise UserError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
 
 
 def check_sizes(folder: Path, get: Callable[[str], object]) -> None:

@@ -88,6 +88,8 @@ TRAINING = [
     ([*PAIR, *TEXT, *OUT, "--recipe", "{bomb}"], "its aliases stand for more than 100,000 values"),
     ([*PAIR, *TEXT, *OUT, "--steps", "0"], "steps is 0; it must be at least 1"),
     ([*PAIR, *TEXT, *OUT, "--device", "tpu"], "--device is 'tpu'"),
+    ([*PAIR, *TEXT, *OUT, "--report-to", "nosuch"], "--report-to is 'nosuch'"),
+    ([*PAIR, *TEXT, *OUT, "--recipe", "{frozen}"], "every learning rate of the recipe is 0"),
     ([*PAIR, *TEXT, "--out", "{full}"], "exists and is not empty"),
     ([*PAIR, *TEXT, "--out", "{full}", "--overwrite"], "was not written by memmix"),
     ([*PAIR, *TEXT, "--out", TEACHER, "--overwrite"], "which is read"),
@@ -104,27 +106,37 @@ CHOICES = [
     (["--teacher", "{gguf}"], "holds weights quantized by 'gguf'"),
     (["--teacher", "{deep}"], "nested more than 100 levels deep"),
 ]
+LAYERS = [
+    (["--layers", "nosuch=rest"], "'nosuch', which is not a mixer"),
+    (["--layers", "gka=rest", "--mixer", "ska"], "--mixer also chooses the mixers"),
+    (["--option", "x"], "is not NAME=VALUE"),
+    (["--option", "lattice.slots=3"], "has options of 'lattice', but no layer uses it"),
+    (["--keep-without-rope", "x"], "--keep-without-rope is 'x'"),
+    (["--keep-without-rope", "all"], "no layer keeps its attention"),
+    (["--keep-layers", "1", "--keep-without-rope", "1-2"], "layers [2]"),
+]
 # by command: wrong arguments, and a part of the message
 WRONG = {
     "plan": [(["--gpu-memory", "24GiB", *more], told) for more, told in CHOICES]
     + [([*FROM, "--gpu-memory", "24 apples"], "--gpu-memory is '24 apples'")]
+    + [([*FROM, "--gpu-memory", "24GiB", *more], told) for more, told in LAYERS]
+    + [([*FROM, "--gpu-memory", "24GiB", "--length", "9999999"], "the teacher was made for")]
     + [([*FROM, "--gpu-memory", "24GiB", "--tokens", "x"], "--tokens is 'x'")],
     "convert": [([*OUT, *more], told) for more, told in CHOICES]
+    + [([*FROM, *OUT, *more], told) for more, told in LAYERS]
     + [
         (FROM, "give a folder for the student with --out"),
         ([*FROM, "--out", "{full}"], "exists and is not empty"),
         ([*FROM, "--out", "{full}", "--overwrite"], "was not written by memmix"),
         ([*FROM, *OUT, "--plan", "{none}"], "there is no plan"),
-        ([*FROM, *OUT, "--layers", "nosuch=rest"], "'nosuch', which is not a mixer"),
         ([*FROM, *OUT, "--trained", "{none}"], NO_MODEL),
-        ([*FROM, *OUT, "--option", "x"], "is not NAME=VALUE"),
-        ([*FROM, *OUT, "--option", "lattice.slots=3"], "has options of 'lattice', but no layer uses it"),
         ([*FROM, *OUT, "--context", "0"], "should be greater than or equal to 1"),
-        ([*FROM, *OUT, "--keep-without-rope", "x"], "--keep-without-rope is 'x'"),
-        ([*FROM, *OUT, "--keep-without-rope", "all"], "no layer keeps its attention"),
-        ([*FROM, *OUT, "--keep-layers", "1", "--keep-without-rope", "1-2"], "layers [2]"),
     ],
-    "import-hmf": [(["{none}", "{new}"], NO_MODEL), ([TEACHER, "{full}"], "exists and is not empty")],
+    "import-hmf": [
+        (["{none}", "{new}"], NO_MODEL),
+        ([TEACHER, "{full}"], "exists and is not empty"),
+        ([TEACHER, "{new}"], "model_type 'llama' is not of the GKA release"),
+    ],
     "doctor": [(["--nosuch"], "--nosuch")],
     "import-gguf": [
         (["{none}", "{new}"], "no GGUF file"),
@@ -159,6 +171,7 @@ WRONG = {
         ([*FROM, "--prompts", "{none}", *OUT], NO_TEXT),
         ([*FROM, "--prompts", "{text}", "--text-field", "x", *OUT], "--text-field is 'x'"),
         ([*FROM, "--prompts", "{text}", "--out", "{full}"], "exists and is not empty"),
+        ([*FROM, "--prompts", "{text}", *OUT, "--top-p", "0.5", "--temperature", "0"], "top-p is 0.5"),
     ],
     "generate": [
         (["--prompt", "a", "--model", "{none}"], NO_MODEL),
@@ -188,7 +201,12 @@ WRONG = {
         ([*FROM, *OUT, "--mixers", "gka,ska"], "give --train-text"),
         ([*FROM, *OUT, "--mixers", "gka,ska", "--train-text", "{none}"], NO_TEXT),
         ([*FROM, *OUT, "--state-bytes", "1MiB"], "is a budget of a mixture"),
+        ([*FROM, *OUT, "--context", "9"], "--context is the context of a mixture"),
+        ([*FROM, *OUT, "--recipe", "align"], "--recipe belongs to the alignment of candidates"),
+        ([*FROM, *OUT, "--student", STUDENT, "--student", STUDENT, "--steps", "2"], "--steps belongs to"),
         ([*FROM, *OUT, "--stand-in", "gka"], "--stand-in is 'gka'"),
+        ([*FROM, *OUT, "--stand-in", "window", "--context", "9"], "--context"),
+        ([*FROM, *OUT, "--stand-in", "window", "--recipe", "align"], "--recipe"),
         ([*FROM, *OUT, "--stand-in", "window", "--keep-layers", "0"], "--keep-layers"),
         ([*FROM, *OUT, "--stand-in", "window", "--mixers", "gka"], "--mixers"),
         ([*FROM, *OUT, "--stand-in", "window", "--student", STUDENT], "--student"),
@@ -215,13 +233,14 @@ WRONG = {
 def places(tmp_path_factory):
     """The files and folders that the wrong arguments name."""
     root = tmp_path_factory.mktemp("places")
-    names = {name: root / name for name in ("none", "new", "full", "deep", "gguf", "text", "bomb")}
+    names = {name: root / name for name in ("none", "new", "full", "deep", "gguf", "text", "bomb", "frozen")}
     for name in ("full", "deep", "gguf"):
         names[name].mkdir()
     (names["full"] / "thesis.tex").write_text("years of work")
     (names["deep"] / "config.json").write_text('{"a":' * 3000 + "1" + "}" * 3000)
     (names["gguf"] / "model.gguf").write_bytes(b"GGUF")
     names["text"].write_text("a text")
+    names["frozen"].write_text("learning_rate: 0.0\nrest_learning_rate: 0.0\n")
     lines = [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in itertools.pairwise("abcdefghi")]
     names["bomb"].write_text("\n".join(["a: &a [1, 2]", *lines]))
     return names | {"teacher": asset_path("tiny_teacher"), "student": asset_path("tiny_gka")}

@@ -17,14 +17,12 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import deepspeed as deepspeed_state
 
-# the known and the installed trackers, with which `--report-to` is checked before a run
+# the installed trackers, with which `--report-to` is checked before a run
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_memmix import launch
 
 __all__ = [
-    "INTEGRATION_TO_CALLBACK",
     "OneGPUArguments",
     "TrainerHooks",
     "WrappedByUnits",

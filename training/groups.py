@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.errors import UserError
 from hf_memmix.mixers.weight_decay import no_weight_decay_names
 from hf_memmix.training.recipe import Recipe
@@ -46,6 +46,18 @@ def freeze_by_rate(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float,
     if not any(parameter.requires_grad for parameter in student.parameters()):
         raise UserError("every learning rate of the recipe is 0; nothing would be trained")
     return result
+
+
+def check_each_is_trained(student: nn.Module, layers: list[int], recipe: Recipe) -> None:
+    """Raise ValueError if the mixer of one of these layers would not be trained at all."""
+    rates = parameter_rates(student, recipe)
+    for layer in layers:
+        own = attention_module(student, layer).named_parameters(attention_prefix(student, layer))
+        if not any(rates[name][0] for name, _ in own):
+            raise UserError(
+                f"every learning rate of layer {layer} is 0, so its mixer would not be trained; leave the layer out"
+                " (layers), or correct the groups of the recipe"
+            )
 
 
 def refuse_shared(student: nn.Module, teacher: nn.Module) -> None:

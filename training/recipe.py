@@ -1,6 +1,7 @@
 """A recipe: all settings of one training stage, read from a YAML file. The bundled ones are in `training/recipes`."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -29,6 +30,9 @@ BOUNDS = {
     "save_every": (0, 10**9),
     "seed": (0, 2**32 - 1),  # what numpy takes
 }
+# those that transformers knows: the library itself is too slow to ask
+TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow")
+TRACKERS += ("neptune", "swanlab", "tensorboard", "trackio", "wandb")
 NUMBERS = (int, int | None, float)
 RATES = ("learning_rate", "rest_learning_rate", "weight_decay")
 
@@ -141,6 +145,9 @@ class Recipe:
             raise UserError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:
             _check_group(row)
+        rates = [self.learning_rate] + ([self.rest_learning_rate] if self.stage == "distill" else [])
+        if not any([*rates, *(row.get("learning_rate") for row in self.groups)]):
+            raise UserError("every learning rate of the recipe is 0; nothing would be trained")
 
     @property
     def cache_dir(self) -> str | None:
@@ -177,6 +184,14 @@ def check_loss(loss: str) -> None:
     """Raise ValueError if it is none of `LOSSES`."""
     if loss not in LOSSES:
         raise UserError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
+
+
+def check_tracker_names(names: Iterable[str], option: str) -> None:
+    """Raise ValueError unless all are `TRACKERS`, "none" or "all"; `option` is the name of what lists them."""
+    if unknown := sorted({*names} - {*TRACKERS, "none", "all"}):
+        raise UserError(
+            f"{option} is {unknown[0]!r}, which is not a tracker of transformers; give one of {', '.join(TRACKERS)}"
+        )
 
 
 def check_sampling(temperature: float | None, top_p: float | None) -> None:

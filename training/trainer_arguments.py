@@ -12,13 +12,9 @@ from transformers import TrainingArguments, get_scheduler
 
 from hf_memmix import launch
 from hf_memmix.errors import UserError
-from hf_memmix.training._trainer_hooks import (
-    INTEGRATION_TO_CALLBACK,
-    OneGPUArguments,
-    get_available_reporting_integrations,
-)
+from hf_memmix.training._trainer_hooks import OneGPUArguments, get_available_reporting_integrations
 from hf_memmix.training.quantized import check_installed
-from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.recipe import Recipe, check_tracker_names
 
 # arguments that `trainer` must not set, and the field of the recipe or argument of `train` that sets them
 DECIDED_ELSEWHERE = {
@@ -232,9 +228,6 @@ def check_trackers(names: list[str], option: str = "report_to") -> None:
 
     option: name of the option that lists the trackers, for error messages.
     """
-    names = set(names) - {"none", "all"}
-    if unknown := sorted(names - set(INTEGRATION_TO_CALLBACK)):
-        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-        raise UserError(f"{option} is {unknown[0]!r}, which is not a tracker of transformers; give one of {known}")
-    if missing := sorted(names - set(get_available_reporting_integrations())):
+    check_tracker_names(names, option)
+    if missing := sorted({*names} - {"none", "all"} - set(get_available_reporting_integrations())):
         raise UserError(f"{option} is {missing[0]!r}, which is not installed; pip install {missing[0]}")

@@ -86,6 +86,17 @@ def layers_of(folder: Path) -> int:
     return read_config(folder).num_hidden_layers
 
 
+def check_stored_length(folder: Path, role: str, length: int, name: str, remedy: str) -> None:
+    """As `conversion.limits.check_length`, of what config.json says by itself, without the library."""
+    from hf_memmix.conversion.model_files import check_limit, read_json
+
+    raw = read_json(folder / "config.json")
+    limits = [raw.get(name) for name in ("max_position_embeddings", "n_positions")]  # the second one is GPT-2's
+    for limit in limits:
+        if type(limit) is int and limit:
+            check_limit(limit, role, length, name, remedy)
+
+
 def check_texts(texts: Iterable[Path], field: str | None = None) -> None:
     """Raise UserError unless all text files exist, and have fields if one is named. The Hub is not asked."""
     from hf_memmix.training.text_files import check_source

@@ -1,6 +1,5 @@
 """The commands that make a student: `memmix convert` from a transformer, `memmix import-hmf` from a GKA release."""
 
-import contextlib
 import os
 import tempfile
 from functools import partial
@@ -10,96 +9,75 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Column, Table
 
-from hf_memmix.commands.checks import choice_of_layers, given_model, given_student, given_teacher, layers_of, library
-from hf_memmix.commands.common import (
-    Json,
-    KeepCount,
-    KeepLayers,
-    Overwrite,
-    err,
-    out,
-    print_json,
-    quiet_library,
-)
+from hf_memmix.command_options import command
+from hf_memmix.commands.checks import given_model, given_student, given_teacher, layers_of, library
+from hf_memmix.commands.common import Json, Overwrite, err, out, print_json, quiet_library
 from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.layers import LayerChoices, LayerOptions
 from hf_memmix.commands.progress import progress
 from hf_memmix.errors import UserError
 
 
-@one_line_errors
-def convert(
-    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to write the student to.")] = None,
-    mixer: Annotated[
-        str | None,
-        typer.Option(help="Mixer that replaces the attention, e.g. gka; a wrong name lists all.", show_default="gka"),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help='Layers of several mixers, e.g. "ska=3,7 attention=0 mamba2=rest", or "echo", the layout of Echo.'
-        ),
-    ] = None,
-    keep_layers: KeepLayers = None,
-    keep_count: KeepCount = None,
-    keep_without_rope: Annotated[
-        str | None,
-        typer.Option(help='Kept layers that lose their rotary embeddings: "all" or, by index, "0-3,8".'),
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixers and layers.")] = None,
+class Folders:
+    """What is read and written."""
+
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")]
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to write the student to.")] = None
+
+
+class ConvertOptions(LayerOptions, Folders):
+    """The options of `memmix convert`."""
+
+    plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixers and layers.")] = None
     trained: Annotated[
         list[Path] | None,
         typer.Option(help="Take the mixers of this aligned student instead of new ones; repeatable."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of the mixer, e.g. solver_phases=[21] or gka.solver_phases=[21]; repeatable."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost: memory, bytes, time.")
-    ] = False,
+    ] = False
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Context length of the dry run, in tokens; repeatable.")
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    overwrite: Overwrite = False
+    as_json: Json = False
+
+
+@one_line_errors
+@command(ConvertOptions)
+def convert(args) -> None:
     """Replace the attention in layers of a transformer by recurrent mixers that start from its weights.
 
     The teacher is read and the student is written piece by piece: one decoder layer at a time is in memory.
     """
     from hf_memmix.conversion.saving import check_not_read, check_target, existing_folder
 
-    if out_dir is None and not dry_run:
+    out_dir = args.out_dir
+    if out_dir is None and not args.dry_run:
         raise UserError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
-        check_target(out_dir, overwrite)
-        check_not_read(out_dir, plan)
-    chosen = choice_of_layers(keep_layers, keep_count)
-    _refuse_two_choices(mixer, layers, plan, chosen)
-    plain, mixers = _parse_options(option or [])
-    teacher, trained = given_teacher(teacher), [given_student(folder) for folder in trained or []]
-    arguments, aligned = _choice(mixer, layers, chosen, plan, layers_of(teacher))
-    if keep_without_rope is not None:
-        arguments["keep_without_rope"] = _without_rope(keep_without_rope, arguments, layers_of(teacher))
+        check_target(out_dir, args.overwrite)
+        check_not_read(out_dir, args.plan)
+    chosen = LayerChoices.of(args, args.plan)
+    teacher, trained = given_teacher(args.teacher), [given_student(folder) for folder in args.trained or []]
+    arguments, options, aligned = chosen.arguments(layers_of(teacher))
     if trained:
         aligned = None
-    options = _options_of_user(arguments, plain, mixers)
     with library():
         from hf_memmix.conversion.families import family_of
         from hf_memmix.conversion.loading import read_config
 
     family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
     arguments["mixers"] = _all_options(arguments, options, [read_config(folder) for folder in trained])
-    if dry_run:
+    if args.dry_run:
         with library():
             from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
 
         place = existing_folder((out_dir or Path(tempfile.gettempdir(), "student")).absolute().parent)
-        lengths = tuple(context or CONTEXTS)
+        lengths = tuple(args.context or CONTEXTS)
         result = estimate(meta_teacher(teacher), contexts=lengths, place=place, **arguments)
-        print_json(result) if as_json else _print_estimate(result)
+        print_json(result) if args.as_json else _print_estimate(result)
         return
     with library():
         from hf_memmix.conversion import convert_model
@@ -111,16 +89,16 @@ def convert(
         student = convert_to_folder(
             teacher,
             out_dir,
-            partial(convert_model, seed=seed, **arguments),
-            seed=seed,
-            overwrite=overwrite,
+            partial(convert_model, seed=args.seed, **arguments),
+            seed=args.seed,
+            overwrite=args.overwrite,
             trained=trained,
             fill=None if aligned is None else partial(load_aligned, folder=aligned),
             progress=lambda done, total: advance(done >> 20, total >> 20),
             notify=lambda line: err.print(line, markup=False, soft_wrap=True),
         )
     report = student.conversion_report
-    if as_json:
+    if args.as_json:
         record = {"out": str(out_dir), "converted": report.converted, "kept": report.kept, "layers": report.layers}
         print_json(record | report.counts())
         return
@@ -139,11 +117,12 @@ def import_hmf(
     as_json: Json = False,
 ) -> None:
     """Load a checkpoint of the official GKA release (Hybrid Model Factory) and save it as a model of this package."""
+    from hf_memmix.conversion.model_files import check_released
     from hf_memmix.conversion.saving import check_not_read, check_target
 
     check_target(out_dir, overwrite)
     check_not_read(out_dir, folder)
-    given_model(folder)
+    given_model(folder, check_released)
     with library():
         from hf_memmix.conversion import hmf, save_student
 
@@ -257,84 +236,6 @@ def _layers_of_mixers(kinds: list[str]) -> str:
     return ", ".join(f"{mixer} {layer_text([i for i, kind in enumerate(kinds) if kind == mixer])}" for mixer in mixers)
 
 
-def _refuse_two_choices(mixer: str | None, layers: str | None, plan: Path | None, kept) -> None:
-    """Raise ValueError if two options choose the mixers of the layers. `kept`: the choice of the --keep options."""
-    if plan is not None and kept is not None:
-        raise UserError(f"{kept.written}, but --plan also chooses the layers that stay attention; give one of them")
-    if layers is not None and kept is not None:
-        raise UserError(f'{kept.written}, but --layers also says which layers stay attention: write "attention=..."')
-    if layers is not None and (mixer is not None or plan is not None):
-        other = "--mixer" if plan is None else "--plan"
-        raise UserError(f"--layers is {layers!r}, but {other} also chooses the mixers; give one of them")
-
-
-def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, num_layers: int) -> tuple:
-    """What `convert_model` gets for the layers, and the folder of the aligned mixers of a plan or None."""
-    from hf_memmix.conversion.layer_choice import layers_to_keep
-    from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
-    from hf_memmix.conversion.mixer_layout import mixer_types_of
-    from hf_memmix.mixer_names import check_mixer_name
-
-    if mixer is not None:
-        check_mixer_name(mixer)
-    if plan is not None:
-        planned = read_plan(plan, num_layers)
-        arguments = plan_arguments(planned)
-        if mixer not in (None, arguments.get("mixer")):
-            raise UserError(f"--mixer is {mixer!r}, but --plan also chooses the mixers; give one of them")
-        return arguments, trained_folder(planned, plan)
-    if layers is not None:
-        return {"layers": mixer_types_of(layers, num_layers, "--layers")}, None
-    keep = "none" if chosen is None else chosen
-    layers_to_keep(keep, num_layers)
-    return {"mixer": "gka" if mixer is None else mixer, "keep": keep}, None
-
-
-def _without_rope(choice: str, arguments: dict, num_layers: int) -> list[int]:
-    """The layers of --keep-without-rope. `arguments`: what `convert_model` gets for the layers."""
-    from hf_memmix.conversion.layer_choice import layers_to_keep, layers_without_rope
-    from hf_memmix.mixer_names import ATTENTION
-
-    if "layers" in arguments:
-        kept = [layer for layer, kind in enumerate(arguments["layers"]) if kind == ATTENTION]
-    else:
-        kept = layers_to_keep(arguments["keep"], num_layers)
-    return layers_without_rope(choice, kept, num_layers, "--keep-without-rope")
-
-
-def _options_of_user(arguments: dict, plain: dict, mixers: dict[str, dict]) -> dict[str, dict]:
-    """The user's options by mixer, each of which is checked: this needs torch and the mixers, not the whole library.
-
-    Args:
-        arguments: what `convert_model` gets for the layers.
-        plain, mixers: the options, without and with the name of their mixer.
-
-    Raises:
-        UserError: no layer reads an option, it is given twice, it is unknown, or its value is out of its bounds.
-    """
-    from hf_memmix.conversion.mixer_layout import WINDOW, options_by_mixer
-    from hf_memmix.mixer_names import ATTENTION
-
-    if not (plain or mixers):
-        return {}
-    used = [kind for kind in dict.fromkeys(arguments.get("layers") or [arguments["mixer"]]) if kind != ATTENTION]
-    for kind in used if len(used) == 1 else ():
-        if twice := sorted(plain.keys() & mixers.get(kind, {}).keys()):
-            raise UserError(f"--option gives {twice[0]} and {kind}.{twice[0]}, which are the same; give one of them")
-    # a plan or a trained student may say that there are windows beside memories
-    beside = {} if WINDOW in used else {kind: own for kind, own in mixers.items() if kind == WINDOW}
-    options = options_by_mixer(used, {kind: own for kind, own in mixers.items() if kind not in beside}, plain) | beside
-    with library(models=False):
-        from hf_memmix.mixers import MIXERS
-
-    for kind, own in options.items():
-        try:
-            MIXERS[kind].options_class.check_each(own)
-        except UserError as error:
-            raise UserError(f"mixers[{kind!r}]: {error}") from error
-    return options
-
-
 def _all_options(arguments: dict, given: dict[str, dict], trained: list) -> dict[str, dict]:
     """The options by mixer: those of the plan, then those of the trained students, then the user's.
 
@@ -349,35 +250,3 @@ def _all_options(arguments: dict, given: dict[str, dict], trained: list) -> dict
         known = getattr(config, "mixers", None) or {}
         options |= {mixer: dict(own) for mixer, own in known.items() if mixer in used}
     return options | {mixer: options.get(mixer, {}) | own for mixer, own in given.items()}
-
-
-def _parse_options(pairs: list[str]) -> tuple[dict, dict[str, dict]]:
-    """The options NAME=VALUE, and by mixer those of the form MIXER.NAME=VALUE."""
-    import yaml
-
-    from hf_memmix.conversion.yaml_text import read_yaml
-
-    plain, mixers = {}, {}
-    for pair in pairs:
-        name, sign, text = pair.partition("=")
-        mixer, dot, own = name.rpartition(".")
-        if (
-            not (sign and own)
-            or (dot and not mixer)
-            or name in ("teacher", "mixer", "mixers", "keep", "layers", "seed")
-        ):
-            raise UserError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
-        try:
-            value = read_yaml(text)
-        except yaml.YAMLError:
-            raise UserError(
-                f"--option {pair!r}: {text!r} is not a value; give e.g. 21, 0.02, true, null or [12,10]"
-            ) from None
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = float(value)  # YAML reads 1e-3 as text
-        place = mixers.setdefault(mixer, {}) if mixer else plain
-        if own in place:
-            raise UserError(f"--option gives {name} twice, as {place[own]!r} and as {value!r}; give it once")
-        place[own] = value
-    return plain, mixers

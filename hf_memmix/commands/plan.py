@@ -9,47 +9,52 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.commands.checks import choice_of_layers, given_teacher, layers_of, library
-from hf_memmix.commands.common import Json, KeepCount, KeepLayers, out, print_json
+from hf_memmix.command_options import command
+from hf_memmix.commands.checks import check_stored_length, given_teacher, layers_of, library
+from hf_memmix.commands.common import Json, out, print_json
 from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.layers import LayerChoices, LayerOptions
 from hf_memmix.errors import UserError
-from hf_memmix.mixer_names import check_mixer_name
 
 LENGTH = 2048
+LONG = ("--length", "give a shorter one")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-@one_line_errors
-def plan(
-    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
-    gpu_memory: Annotated[str, typer.Option("--gpu-memory", help='Memory of one GPU, e.g. "24GiB".')],
-    tokens: Annotated[str, typer.Option(help='Tokens of each training stage, e.g. "50M".')] = "50M",
-    mixer: Annotated[
-        str, typer.Option(help="Mixer that replaces the attention, e.g. gka; a wrong name lists all.")
-    ] = "gka",
-    keep_layers: KeepLayers = None,
-    keep_count: KeepCount = None,
-    gpus: Annotated[int, typer.Option(min=1, max=1024, help="Number of GPUs that may be used.")] = 1,
+class Machine:
+    """The teacher, and where it will be trained."""
+
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")]
+    gpu_memory: Annotated[str, typer.Option("--gpu-memory", help='Memory of one GPU, e.g. "24GiB".')]
+    tokens: Annotated[str, typer.Option(help='Tokens of each training stage, e.g. "50M".')] = "50M"
+    gpus: Annotated[int, typer.Option(min=1, max=1024, help="Number of GPUs that may be used.")] = 1
+
+
+class PlanOptions(LayerOptions, Machine):
+    """The options of `memmix plan`."""
+
     length: Annotated[
         int | None,
         typer.Option(min=2, help="Number of tokens per sequence.", show_default="2048, or the teacher's limit"),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    as_json: Json = False
+
+
+@one_line_errors
+@command(PlanOptions)
+def plan(args) -> None:
     """Say for each stage of a conversion whether it fits a GPU, with which settings, and how long it takes.
 
     Of the teacher only config.json is read. A temporary file of at most 256 MiB measures the disk. Memory is computed
     from shapes. Hours are estimated from measured training runs of 1B and 8B models on the GPU that the last line
     names.
     """
-    from hf_memmix.conversion import layers_to_keep
-
-    budget, count = _gpu_memory(gpu_memory), _tokens(tokens)
-    check_mixer_name(mixer)
-    keep = choice_of_layers(keep_layers, keep_count)
-    keep = "none" if keep is None else keep
-    folder = given_teacher(teacher)
-    layers_to_keep(keep, layers_of(folder))
+    budget, count, length = _gpu_memory(args.gpu_memory), _tokens(args.tokens), args.length
+    chosen = LayerChoices.of(args)
+    folder = given_teacher(args.teacher)
+    arguments, options, _ = chosen.arguments(layers_of(folder))
+    if length is not None:
+        check_stored_length(folder, "teacher", length, *LONG)
     with library():
         from hf_memmix.conversion import convert_model
         from hf_memmix.conversion.limits import check_length, limit_of
@@ -61,15 +66,17 @@ def plan(
     start = time.perf_counter()
     original = meta_teacher(folder)
     length = min(LENGTH, limit_of(original)) if length is None else length
-    check_length(original, "teacher", length, "--length", "give a shorter one")
-    student = convert_model(original.to("meta"), mixer, keep)
+    check_length(original, "teacher", length, *LONG)
+    student = convert_model(original.to("meta"), **arguments, mixers=options)
     planning = time.perf_counter() - start
-    stages = plan_stages(original, student, budget, count, gpus, length)
+    stages = plan_stages(original, student, budget, count, args.gpus, length)
     convert = streaming_cost(original, student, Path(tempfile.gettempdir()), planning)
     record = {
-        "teacher": str(teacher),
+        "teacher": str(args.teacher),
         "parameters": original.num_parameters(),
-        "mixer": mixer,
+        "mixer": arguments.get("mixer"),
+        "layers": list(student.config.mixer_types),
+        "options": options,
         "gpu_memory": budget,
         "tokens": count,
         "length": length,
@@ -78,7 +85,7 @@ def plan(
         "measured": measured_beside(),
         "measured_on": measured()["gpu"],
     }
-    print_json(record) if as_json else _print(record)
+    print_json(record) if args.as_json else _print(record)
 
 
 def _gpu_memory(text: str) -> int:

@@ -22,10 +22,15 @@ from hf_memmix.commands.checks import (
 from hf_memmix.commands.common import Device, DeviceMap, Json, KeepCount, KeepLayers, Overwrite
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.measure import BatchSize, Seed, Text
-from hf_memmix.commands.select_greedy import SEARCH_ENDING, WINDOW, check_stand_in, select_greedy
+from hf_memmix.commands.select_greedy import SEARCH_ENDING, WINDOW, check_stand_in, option_of, select_greedy
 from hf_memmix.commands.select_layers import PLOT_ENDING, select_layers
 from hf_memmix.commands.select_mixture import MIXERS_ENDING, select_mixture
 from hf_memmix.errors import UserError
+
+CONTEXT = 4096  # tokens
+# options of a mixture, in words, and of the alignment of its candidates
+OF_MIXTURE = {"state_bytes": "a budget", "decode_ms": "a budget", "context": "the context"}
+OF_ALIGNMENT = ("train_text", "recipe", "steps")
 
 
 class Output:
@@ -80,7 +85,10 @@ class Budget:
         float | None,
         typer.Option(min=0.0, help="Budget of a mixture: milliseconds per token in all its mixers and attention."),
     ] = None
-    context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of attention when costs count.")] = 4096
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in the cache of attention when costs count.", show_default=str(CONTEXT)),
+    ] = None
 
 
 class Alignment:
@@ -90,7 +98,10 @@ class Alignment:
         list[Path] | None,
         typer.Option(help="Text, .jsonl or .parquet file to align the candidates of a mixture on; repeatable."),
     ] = None
-    recipe: Annotated[str, typer.Option(help="Recipe of this alignment: a bundled one or a YAML file.")] = "align"
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Recipe of this alignment: a bundled one or a YAML file.", show_default="align"),
+    ] = None
     steps: Annotated[int | None, typer.Option(help="Number of steps of this alignment.")] = None
 
 
@@ -149,7 +160,8 @@ def select(args) -> None:
         args.state_bytes = bytes_of(args.state_bytes, "--state-bytes")
     if args.tasks != "none":
         check_tasks(args.tasks)
-    args.recipe = load_recipe(args.recipe, stage="align", steps=args.steps, seed=args.seed)
+    args.context = args.context or CONTEXT
+    args.recipe = load_recipe(args.recipe or "align", stage="align", steps=args.steps, seed=args.seed)
     # choices use the development text, reported figures use the held-out text
     args.text = asset_path("dev.txt") if args.text is None else args.text
     check_texts([args.text, *(args.train_text or [])])
@@ -189,9 +201,17 @@ def _check_candidates(args, several: bool) -> None:
             f"--mixers is {args.mixers!r}, but {'--student' if args.student else '--mixer'} also names candidates;"
             " give one"
         )
-    if not several and (args.state_bytes is not None or args.decode_ms is not None):
-        given = "--decode-ms" if args.state_bytes is None else "--state-bytes"
-        raise UserError(f"{given} is a budget of a mixture; name its candidates with --mixers, or leave it out")
+    for name, words in {}.items() if several else OF_MIXTURE.items():
+        if getattr(args, name) is not None:
+            raise UserError(
+                f"{option_of(name)} is {words} of a mixture; name its candidates with --mixers, or leave it out"
+            )
+    for name in OF_ALIGNMENT if args.mixers is None else ():
+        if getattr(args, name) is not None:
+            raise UserError(
+                f"{option_of(name)} belongs to the alignment of candidates, but none is aligned here; name them with"
+                " --mixers, or leave it out"
+            )
     if args.mixer is not None:
         check_mixer_name(args.mixer)
     if args.mixers is None:

@@ -15,6 +15,11 @@ SEARCH_ENDING = ".search"  # of the file with the measurements, beside the plan
 WINDOW = 64  # tokens
 
 
+def option_of(name: str) -> str:
+    """The option that fills a field of the arguments."""
+    return f"--{name.replace('_', '-')}"
+
+
 def check_stand_in(args) -> None:
     """Raise UserError if an option belongs to another kind of `memmix select` than the one that is asked for."""
     if args.stand_in is None:
@@ -24,9 +29,8 @@ def check_stand_in(args) -> None:
         return
     if args.stand_in != "window":
         raise UserError(f"--stand-in is {args.stand_in!r}; it can be window")
-    names = ("student", "mixers", "train_text", "steps", "state_bytes", "decode_ms", "keep_layers")
-    given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    if wrong := [name for name, value in given.items() if value]:
+    names = ("student", "mixers", "train_text", "recipe", "steps", "state_bytes", "decode_ms", "context")
+    if wrong := [option_of(name) for name in (*names, "keep_layers") if getattr(args, name)]:
         raise UserError(
             f"--stand-in window chooses the kept layers from the teacher alone and would not read {wrong[0]}; leave"
             " one of the two out"

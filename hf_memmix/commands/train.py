@@ -237,9 +237,10 @@ def _take_device(args: SimpleNamespace) -> None:
 
 def _recipe(stage: str, args: SimpleNamespace):
     """The recipe of a command, with the options that replace its fields. Checks what needs no library."""
-    from hf_memmix.training.recipe import load_recipe
+    from hf_memmix.training.recipe import check_tracker_names, load_recipe
 
     check_device(args.device)
+    check_tracker_names(args.report_to or [], "--report-to")
     overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
     settings = load_recipe(args.recipe, **overrides, stage=stage)
     _refuse_two_students(args)

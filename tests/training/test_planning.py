@@ -356,6 +356,23 @@ def test_plan_takes_the_teachers_limit_if_it_is_short(tmp_path):
     assert record["length"] == 512 and all(row["recipe"]["block_size"] == 512 for row in record["stages"])
 
 
+def test_plan_takes_layers_and_options_as_convert_does(folder):
+    given = ["plan", "--teacher", folder, "--gpu-memory", "24GiB", "--json"]
+    plain = result_of(memmix(*given))
+    layers = [
+        "--layers",
+        "attention=0 ska=1 gka=rest",
+        "--keep-without-rope",
+        "all",
+        "--option",
+        "gka.local_window=64",
+    ]
+    mixed = result_of(memmix(*given, *layers))
+    assert mixed["layers"] == ["attention", "ska", "gka"] and mixed["options"] == {"gka": {"local_window": 64}}
+    for row, other in zip(plain["stages"], mixed["stages"], strict=True):
+        assert row["memory"]["activations"] != other["memory"]["activations"]
+
+
 def test_plan_names_the_smallest_stage_if_none_fits(folder):
     given = ["plan", "--teacher", folder, "--gpu-memory", "513MiB"]
     least = min(result_of(memmix(*given, "--json"))["stages"], key=lambda row: row["need"])

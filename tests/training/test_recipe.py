@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, parameter_rates
-from hf_memmix.training.recipe import Recipe, load_recipe
+from hf_memmix.training.recipe import TRACKERS, Recipe, load_recipe
 from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import align, distill, train
 from hf_memmix.training.trainer_arguments import training_arguments, uses_bf16
@@ -209,6 +209,12 @@ class Tracker(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         Tracker.told.append((state.global_step, dict(logs)))
+
+
+def test_all_trackers_of_the_library_are_known():
+    from transformers.integrations import integration_utils
+
+    assert set(integration_utils.INTEGRATION_TO_CALLBACK) <= set(TRACKERS)
 
 
 def test_a_tracker_gets_what_is_logged(student, tmp_path, monkeypatch):

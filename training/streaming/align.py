@@ -27,6 +27,7 @@ from hf_memmix.conversion.teacher_forcing import check_same_shape
 from hf_memmix.errors import UserError
 from hf_memmix.hub import model_folder
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
+from hf_memmix.training.groups import check_each_is_trained
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, deciding_fields, differences
 from hf_memmix.training.run_lock import remove_empty, run_folder, run_lock
@@ -101,8 +102,6 @@ def align_by_streaming(
     recipe = recipe_of(recipe, overrides | {"stage": "align"})
     if (student is None) == (plan is None):
         raise UserError("give either a student or a plan by which the teacher is converted first")
-    if recipe.loss != "all":
-        raise UserError(f"loss is {recipe.loss!r}, but layer by layer all tokens count; leave it out, or --stream")
     teacher = model_folder(Path(teacher))
     student = None if student is None else model_folder(Path(student))
     out = Path(out).absolute()
@@ -160,6 +159,7 @@ class _Run:
         check_same_shape(self.teacher.model, self.student)
         check_fit(self.student, self.teacher.model, data, recipe)
         self.layers = recipe.layer_slice(self.student.config.memory_layers, self.student.config.num_hidden_layers)
+        check_each_is_trained(self.student, self.layers, recipe)
         streamed = isinstance(data, StreamedBlocks)
         order = [] if streamed else order_of_rows(self.student, len(data), recipe, folder)
         self.rows = Rows(data, recipe, order)

@@ -53,11 +53,13 @@ class StreamedAlign(AlignStudentTeacher):
     def place_teacher(self, device: torch.device) -> None:
         """Its layer is there already."""
 
-    def loss(self, input_ids: Tensor, position_ids: Tensor | None, place: Tensor) -> Tensor:
+    def loss(
+        self, input_ids: Tensor, position_ids: Tensor | None, loss_mask: Tensor | None = None, *, place: Tensor
+    ) -> Tensor:
         """`place` [B]: the rows of the spool that hold the inputs of the teacher's layer."""
         hidden = self.hidden.read(place.tolist(), input_ids.device)
         with self.streamed.entering(self.layers[0], hidden):
-            return super().loss(input_ids, position_ids) / self.num_layers
+            return super().loss(input_ids, position_ids, loss_mask) / self.num_layers
 
 
 class _NoModel(StudentTeacher):

@@ -76,7 +76,7 @@ def plan(args) -> None:
         "parameters": original.num_parameters(),
         "mixer": arguments.get("mixer"),
         "layers": list(student.config.mixer_types),
-        "options": options,
+        "options": {kind: own for kind, own in options.items() if own},
         "gpu_memory": budget,
         "tokens": count,
         "length": length,

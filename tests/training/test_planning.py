@@ -359,15 +359,8 @@ def test_plan_takes_the_teachers_limit_if_it_is_short(tmp_path):
 def test_plan_takes_layers_and_options_as_convert_does(folder):
     given = ["plan", "--teacher", folder, "--gpu-memory", "24GiB", "--json"]
     plain = result_of(memmix(*given))
-    layers = [
-        "--layers",
-        "attention=0 ska=1 gka=rest",
-        "--keep-without-rope",
-        "all",
-        "--option",
-        "gka.local_window=64",
-    ]
-    mixed = result_of(memmix(*given, *layers))
+    layers = ["--layers", "attention=0 ska=1 gka=rest", "--keep-without-rope", "all"]
+    mixed = result_of(memmix(*given, *layers, "--option", "gka.local_window=64"))
     assert mixed["layers"] == ["attention", "ska", "gka"] and mixed["options"] == {"gka": {"local_window": 64}}
     for row, other in zip(plain["stages"], mixed["stages"], strict=True):
         assert row["memory"]["activations"] != other["memory"]["activations"]

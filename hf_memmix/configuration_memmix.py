@@ -149,6 +149,7 @@ class MemMixConfig(PreTrainedConfig):
         if self._is_frozen:
             return  # they are complete, because a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
+        self.attention_without_rope = self.attention_without_rope or None
 
     @property
     def _is_frozen(self) -> bool:
@@ -289,7 +290,7 @@ def memmix_config(
     for name in ("architectures", "auto_map", "model_type", NAME_OF_WEIGHTS):
         fields.pop(name, None)
     kinds = [ATTENTION] * backbone_config.num_hidden_layers if mixer_types is None else list(mixer_types)
-    own = {"mixer_types": kinds, "mixers": mixers, "attention_without_rope": attention_without_rope}
+    own = {"mixer_types": kinds, "mixers": plain(mixers), "attention_without_rope": attention_without_rope}
     return config_class_for(backbone_config.model_type).from_dict({**fields, **own})
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils import is_torchdynamo_compiling
 
 from ._generation_hooks import CACHE
 from .cache import adopt_cache, check_hidden, check_rows, static_length_of
@@ -23,6 +24,7 @@ from .padding import (
     check_finite,
     check_new_mask,
     check_one_sequence,
+    none_if_full,
     packing_of,
     padding_of,
     positions_in,
@@ -137,6 +139,9 @@ def lay_out(inputs: ModelInputs, mask: Tensor | None, model, arguments: dict) ->
                 " with use_cache=False, and call generate() outside of its context"
             )
         return _split(inputs, mask, model, group)
+    may_be_packed = any(given is not None for given in (inputs.position_ids, cu_seq_lens_q, seq_idx))
+    if is_torchdynamo_compiling() and may_be_packed and inputs.cache is None and inputs.length > 1:
+        mask = none_if_full(mask, always=True)  # beside a mask of ones they are read
     anew = mask is None and inputs.cache is None  # positions may describe packing
     if inputs.length > 1 and not anew:
         check_one_sequence(inputs.position_ids, mask, inputs.cache is not None)
@@ -148,6 +153,10 @@ def lay_out(inputs: ModelInputs, mask: Tensor | None, model, arguments: dict) ->
 def _split(
     inputs: ModelInputs, mask: Tensor | None, model, group: dist.ProcessGroup
 ) -> tuple[ModelInputs, TokenLayout]:
+    if _is_own(inputs.attention_mask):
+        raise UserError(
+            "context parallelism cannot split an attention_mask of your own: give the 2D padding mask, or none"
+        )
     mixers, positions = memory_mixers(model).values(), inputs.position_ids
     ranks = split_of(group, model.config, mixers, positions, inputs.length, mask is not None)
     # without a mask, the library takes positions that jump for packed sequences and makes a mask of [T, T]
@@ -157,13 +166,21 @@ def _split(
 
 
 def _packed(inputs: ModelInputs, mask: Tensor | None, boundaries: Tensor) -> tuple[ModelInputs, TokenLayout]:
+    own = inputs.attention_mask if _is_own(inputs.attention_mask) else None
+    if own is None and mask is None:  # it may have pads beside a `memmix_mask` without any
+        mask = none_if_full(inputs.attention_mask, always=True)
     if mask is not None or inputs.cache is not None or inputs.use_cache:
         what = "a padding mask" if mask is not None else "a cache"
         raise UserError(f"packed sequences cannot be combined with {what}; drop one of the two")
     positions = inputs.position_ids
     if positions is None:  # by which kept attention layers recognise packed sequences
         positions = positions_in(boundaries, inputs.batch, inputs.length)
-    return ModelInputs(inputs.tokens, None, positions, None, False), TokenLayout(cu_seqlens=boundaries)
+    return ModelInputs(inputs.tokens, own, positions, None, False), TokenLayout(cu_seqlens=boundaries)
+
+
+def _is_own(mask) -> bool:
+    """Whether the user has made the mask of the attention layers; a padding mask [B, tokens] is for all layers."""
+    return mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
 
 
 def _in_rows(inputs: ModelInputs, mask: Tensor | None, config) -> tuple[ModelInputs, TokenLayout]:

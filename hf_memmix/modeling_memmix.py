@@ -29,7 +29,6 @@ from .generation import NO_CONTINUOUS_BATCHING, MemoryGeneration
 from .model_inputs import ModelInputs, fit_cache, lay_out, mask_of, take_cache, tokens_of
 from .pretrained import MemMixPreTrained
 from .swap import memory_mixers
-from .token_layout import TokenLayout
 from .training_length import check_training_length
 
 
@@ -93,14 +92,13 @@ class MemMixModel(MemMixPreTrained):
         if self.training_lengths and self.training and given is None and torch.is_grad_enabled():
             check_training_length(self, inputs.length, layout)
         cache, use_cache = self._cache_of(inputs, checkpoints)
-        layout = TokenLayout(layout.rows, layout.cu_seqlens, layout.ranks, cached=cache is not None)
         return super().forward(
             input_ids=input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            memmix_layout=layout,
+            memmix_layout=layout._replace(cached=cache is not None),
             **{CACHE: cache},
             **kwargs,
         )

@@ -116,9 +116,12 @@ def check_finite(inputs_embeds: Tensor):
     )
 
 
-def none_if_full(mask: Tensor | None) -> Tensor | None:
-    """None for a mask without pads, because this common case is faster. In a compiled graph the mask is returned."""
-    if mask is None or (not is_torchdynamo_compiling() and bool(mask.all())):
+def none_if_full(mask: Tensor | None, always: bool = False) -> Tensor | None:
+    """None for a mask without pads, because this common case is faster. In a compiled graph the mask is returned.
+
+    always: also in a compiled graph, which breaks there or fails with fullgraph=True, because it depends on values.
+    """
+    if mask is None or ((always or not is_torchdynamo_compiling()) and bool(mask.all())):
         return None
     return mask
 
@@ -164,15 +167,15 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
 def check_one_sequence(position_ids, mask: Tensor | None, cached: bool):
     """Raise ValueError if `position_ids` describe packed sequences beside a padding mask or a cache.
 
-    Pads may have any position. With a cache, positions may leave some out, but not start again. Compiled graphs skip
-    this check.
+    Pads may have any position. With a cache, positions may leave some out, but not start again. Compiled graphs with a
+    cache skip this check.
 
     Args:
         position_ids: [B or 1, T], or None.
         mask: the padding mask [B, T], or None.
         cached: whether there is a cache.
     """
-    if position_ids is None or position_ids.ndim != 2 or is_torchdynamo_compiling():
+    if position_ids is None or position_ids.ndim != 2 or (cached and is_torchdynamo_compiling()):
         return
     steps = position_ids.diff(dim=1)
     starts = steps <= 0 if cached else steps != 1

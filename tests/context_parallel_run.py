@@ -153,6 +153,10 @@ def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]
             buffers = [t.roll(t.shape[1] // 2, 1) for t in buffers]
         if case.get("generate"):
             model.generate(buffers[0], max_new_tokens=2)
+        if case.get("own_mask"):
+            length = buffers[0].shape[1]
+            own = torch.ones(2, 1, length, length, dtype=torch.bool)
+            model(buffers[0], position_ids=buffers[1], attention_mask=own, memmix_mask=None)
         if case.get("labels"):
             model(buffers[0], position_ids=buffers[1], labels=buffers[0])
         if head := case.get("pooled"):

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from cli_runner import memmix, result_of
+from hf_memmix import memmix_config
 from hf_memmix.cache import RecurrentStateCache
 from hf_memmix.cache.identity import check_same_model, fingerprint
 from hf_memmix.conversion import convert_model, load_model
@@ -140,6 +141,8 @@ def test_options_of_recipes_are_planned_saved_and_loaded(tmp_path):
     assert torch.equal(again[:, 8:-1], tokens[:, 9:])
     with pytest.raises(ValueError, match="attention_without_rope"):
         check_same_model(fingerprint(student.config), rotated.config)
+    no_layer = memmix_config(rotated.config, rotated.config.mixer_types, rotated.config.mixers, [])
+    assert no_layer.attention_without_rope is None and fingerprint(no_layer) == fingerprint(rotated.config)
 
 
 def test_report_is_saved_beside_the_student_and_printed_by_kind(tmp_path):

@@ -121,6 +121,19 @@ def test_a_prompt_is_one_graph(layout, mixer):
 
 
 @torch.no_grad()
+def test_packed_positions_beside_a_mask():
+    """They are read beside a mask of ones and refused beside pads, as without torch.compile. The graph breaks."""
+    model, ids, mask = small("llama", "mixed"), random_ids(1, 7), torch.ones(1, 7, dtype=torch.long)
+    compiled = torch.compile(model, backend=Graphs().backend(), dynamic=False)
+    options = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2]]), "use_cache": False}
+    out = compiled(ids, attention_mask=mask, **options).logits
+    assert_same(out[:, 4:], model(ids[:, 4:], use_cache=False).logits, tolerance=bound_of_logits(model))
+    mask[0, 6] = 0
+    with pytest.raises(ValueError, match="row 0 go from 3 to 0 at token 4.*padding mask"):
+        compiled(ids, attention_mask=mask, **options)
+
+
+@torch.no_grad()
 def test_second_call_compiles_nothing():
     """Another prompt, shorter and padded, runs in the same graph."""
     model, graphs = small("llama", "mixed"), Graphs()

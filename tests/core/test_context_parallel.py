@@ -75,6 +75,7 @@ REFUSED = {
     "positions of one part": ({"mixer": "gka", "forget_positions": True}, "do not follow each other"),
     "generate": ({"mixer": "gka", "generate": True}, "generate\\(\\) outside"),
     "padding with attention": ({"mixer": "gka", "layout": [1], "mask": "right"}, "have padding"),
+    "own mask": ({"mixer": "gka", "layout": [1], "own_mask": True}, "attention_mask of your own"),
     "too short": ({"mixer": "gka", "tokens": 1}, "rank 1 has no tokens"),
     # each process would see its own tokens only, or more than the window
     "eager attention": ({"mixer": "gka", "layout": [1], "attention": "eager"}, "attn_implementation='eager'"),

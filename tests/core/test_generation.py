@@ -94,6 +94,16 @@ def test_own_4d_mask(model):
     out = model(ids, attention_mask=mask_4d, memmix_mask=mask, position_ids=positions, use_cache=False).logits
     for i, row in enumerate(rows):
         assert_same(out[i, mask[i].bool()], model(row, use_cache=False).logits[0])
+    # beside packed sequences: attention layers see one more token, what the row alone sees by such a mask
+    near = causal.triu(-1)
+    bounds, both = torch.tensor([0, 7, 11], dtype=torch.int32), torch.block_diag(near, near[:4, :4]).bool()
+    options = {"memmix_mask": None, "use_cache": False}
+    out = model(torch.cat(rows, 1), attention_mask=both[None, None], cu_seq_lens_q=bounds, **options).logits
+    for row, part in zip(rows, out.split((7, 4), 1), strict=True):
+        own = near[: row.shape[1], : row.shape[1]][None, None]
+        assert_same(part, model(row, attention_mask=own, **options).logits)
+    with pytest.raises(ValueError, match="packed sequences cannot be combined with a padding mask"):
+        model(ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 7, 10, 14], dtype=torch.int32), **options)
 
 
 @torch.no_grad()

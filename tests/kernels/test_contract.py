@@ -354,3 +354,13 @@ def test_extreme_decay(op, decay, backend):
         assert got.pop("d log_decay").abs().max() <= 1e-4
         want.pop("d log_decay")
     assert_close(got, want, within(op))
+
+
+@on_paths(ops=[op for op in DECAYED if op.name.startswith("gated_delta")])
+def test_some_tokens_forget_all(op, backend):
+    """A log decay of -inf among others: nothing before the token counts, and what comes after it is as exact."""
+    inputs, weights = op.draw(SMALL, torch.float32), []
+    inputs["log_decay"][:, 3::13] = float("-inf")
+    want = outputs_and_gradients(op, op.naive, inputs, None, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    assert_close(got, want, within(op))

@@ -9,7 +9,7 @@ from .._device import dot_precision
 from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
-from .arguments import Inputs, Token, Upstream
+from .arguments import FLOOR, Inputs, Token, Upstream
 from .kernels.backward import (
     gated_delta_bwd_errors_kernel,
     gated_delta_bwd_keys_kernel,
@@ -77,7 +77,7 @@ class _Launch:
         T, NT, N = self.sizes[:3]
         gated_delta_cumsum_kernel[(self.chunks, cdiv(width, BW))](
             log_decay, self.G, self.layout, T, NT, N, width,
-            BT=self.BT, BW=BW, PACKED=self.shared["PACKED"], num_warps=4,
+            FLOOR=FLOOR[log_decay.dtype], BT=self.BT, BW=BW, PACKED=self.shared["PACKED"], num_warps=4,
         )  # fmt: skip
         self.A, self.B = self.new(self.BT, dtype=log_decay.dtype), self.new(self.BT)
         inputs, outputs, strides = (self.q, self.k, self.G), (self.A, self.B), (self.s_q, self.s_k)

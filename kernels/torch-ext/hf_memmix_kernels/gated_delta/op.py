@@ -113,7 +113,8 @@ def chunk_gated_delta(
     Args:
         q: [B, T, Hq, K], K <= 256.
         k, v: [B, T, Hk, K], [B, T, Hv, V], V <= 256.
-        log_decay: g <= 0, finite, natural logarithm: [B, T, H], one per head, or [B, T, H, K], one per key channel.
+        log_decay: g <= 0, natural logarithm: [B, T, H], one per head, or [B, T, H, K], one per key channel; -inf
+            forgets all.
         beta: write strength [B, T, H]; 1 replaces what the memory holds for k, 2 reflects it.
         scale: factor of the output; None is K^-1/2.
         initial_state: [N, H, K, V]; zeros when None.

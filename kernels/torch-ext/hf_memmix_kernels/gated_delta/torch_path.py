@@ -14,7 +14,7 @@ from torch import Tensor
 from .._common import SequenceLayout, compute_dtype, without_autocast
 from .._groups import flat
 from .._pages import read_pages, write_pages
-from .arguments import Inputs, Token, Upstream
+from .arguments import FLOOR, Inputs, Token, Upstream
 from .decays import ChannelDecays, HeadDecays
 
 CHUNK = 64
@@ -34,7 +34,7 @@ class _Chunks:
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
         self.beta = self.split(beta[..., None])
         per_head = log_decay.dim() == 3
-        g = self.split(log_decay[..., None] if per_head else log_decay)
+        g = self.split(log_decay[..., None] if per_head else log_decay).clamp_min(FLOOR[self.dtype])
         self.decays = d = HeadDecays(g) if per_head else ChannelDecays(g)
         self.A, self.B = d.pairs((self.k, self.q), self.k)
         self.A = self.A.tril(-1)

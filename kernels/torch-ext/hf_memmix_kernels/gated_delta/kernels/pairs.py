@@ -16,8 +16,10 @@ from ...gla.kernels.tiles import locate_chunk
 
 @launched
 @triton.jit
-def gated_delta_cumsum_kernel(g, G, layout, T, NT, N, width, BT: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr):
-    """G [rows, width] = cumsum of g inside each chunk."""
+def gated_delta_cumsum_kernel(
+    g, G, layout, T, NT, N, width, FLOOR: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr
+):
+    """G [rows, width] = cumsum of g, which is at least FLOOR, inside each chunk."""
     i_c, i_w = tl.program_id(0), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
@@ -25,7 +27,8 @@ def gated_delta_cumsum_kernel(g, G, layout, T, NT, N, width, BT: tl.constexpr, B
     o_t, o_w = tl.arange(0, BT), i_w * BW + tl.arange(0, BW)
     mask = (o_t < length)[:, None] & (o_w < width)[None, :]
     offset = (bos + o_t)[:, None] * width + o_w[None, :]
-    tl.store(G + offset, tl.cumsum(tl.load(g + offset, mask=mask, other=0), 0), mask=mask)
+    b_g = tl.load(g + offset, mask=mask, other=0)
+    tl.store(G + offset, tl.cumsum(tl.where(b_g < FLOOR, FLOOR, b_g), 0), mask=mask)
 
 
 @launched

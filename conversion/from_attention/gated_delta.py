@@ -42,10 +42,14 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             parameter[:, :, -1] = 1
     mixer.b_proj.weight.zero_()  # beta is one half, or 1 with negative eigenvalues
     start_decay(mixer)
-    if mixer.options.use_gate and mixer.options.gate_bias:
+    if mixer.options.use_gate:
         name, bias = GATES[mixer.name]
-        getattr(mixer, name).weight.zero_()
-        getattr(mixer, name).bias.fill_(bias)
+        gate = getattr(mixer, name)
+        if gate.bias is not None:
+            gate.weight.zero_()
+            gate.bias.fill_(bias)
+        elif mixer.name == "kda":
+            gate.weight.zero_()  # the gate is 1/2; a silu of 0 would let nothing through, so that gate stays random
     return fates
 
 

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
-from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
+from .layers import CONV_ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 from .tp_plan import plan_of, share
 
@@ -51,7 +51,7 @@ class CoffeeOptions(MixerOptions):
     inner_size: int | None = between(None, 1, MAX_FEATURES, "None is twice the hidden size")
     use_output_filter: bool = False
     conv_size: int = conv_size()
-    conv_activation: str | None = one_of("silu", ACTIVATIONS)
+    conv_activation: str | None = one_of("silu", CONV_ACTIVATIONS)
     use_o_norm: bool = True
     use_gate: bool = True
     gate_bias: bool = False

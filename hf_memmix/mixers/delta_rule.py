@@ -16,44 +16,21 @@ from hf_memmix_kernels import chunk_gated_delta, gated_delta_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 
 from ..padding import before_the_end
-from .heads import HeadsMixer
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_decay, init_layers
-from .options import MixerOptions, conv_size, mixer_options, norm_eps, one_of
+from .heads import HeadsMixer, HeadsOptions
+from .layers import at_least_fp32, init_decay, init_layers
+from .options import mixer_options
 
 
 @mixer_options
-class DeltaRuleOptions(MixerOptions):
-    """Options of the gated delta rule; the defaults are those of the papers.
+class DeltaRuleOptions(HeadsOptions):
+    """Options of the gated delta rule beside `HeadsOptions`; the defaults are those of the papers.
 
     Args:
         negative_eigenvalues: beta = 2 sigmoid(W_b x), between 0 and 2. A write above 1 turns what the memory holds
             for the key into its opposite, which lets a layer count modulo 2 (Grazzi et al., arXiv:2411.12537).
-        use_v_conv: whether v, like q and k, passes through a short convolution.
-        conv_size: taps of the short convolutions.
-        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
-        use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
-        rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
-        use_o_norm: RMSNorm of each head's output. Without it y = S^T q, unscaled, whose size is that of the values.
-        use_gate, gate_bias: the output gate, and its bias, with which it can start open.
-        qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
-            convolution.
-        qkv_bias, o_bias: biases of the projections.
-        norm_eps: epsilon of all RMSNorms.
     """
 
     negative_eigenvalues: bool = False
-    use_v_conv: bool = True
-    conv_size: int = conv_size()
-    conv_activation: str | None = one_of("silu", ACTIVATIONS)
-    use_rope: bool = False
-    rope_layout: str = one_of("half", ROPE_LAYOUTS)
-    use_o_norm: bool = True
-    use_gate: bool = True
-    gate_bias: bool = False
-    qk_norm: str | None = one_of(None, QK_NORMS)
-    qkv_bias: bool = False
-    o_bias: bool = False
-    norm_eps: float | int = norm_eps(1e-6)
 
 
 class DeltaRuleMixer(HeadsMixer):

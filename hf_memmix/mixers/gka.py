@@ -25,10 +25,10 @@ from hf_memmix_kernels.rowwise import decay
 from ..errors import UserError
 from ..padding import before_the_end
 from .base import register_mixer
-from .heads import HeadsMixer
+from .heads import HeadsMixer, HeadsOptions
 from .kept_bytes import KeptBytes
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, has_hooks, init_decay, init_layers
-from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
+from .layers import at_least_fp32, has_hooks, init_decay, init_layers
+from .options import LARGEST_CHUNK, between, checked, mixer_options
 from .ranks import decayed_sum
 
 GATES = ("a_proj", "b_proj", "alpha_proj")
@@ -44,8 +44,9 @@ def _check_phases(phases: list[int]):
 
 
 @mixer_options
-class GKAOptions(MixerOptions):
-    """Options of the GKA layer; except for the solver's schedule, the defaults are the official release's.
+class GKAOptions(HeadsOptions):
+    """Options of the GKA layer beside `HeadsOptions`; except for the solver's schedule, the defaults are the official
+    release's.
 
     Args:
         solver_phases: Chebyshev iterations of each phase of iterative refinement. [30] is the paper's solver: one
@@ -55,20 +56,9 @@ class GKAOptions(MixerOptions):
             matrix S [D, s] per key/value head projects q and k (Appendix H of the paper), and the states are
             [s, s] and [D, s] instead of [D, D]. S starts with orthonormal columns. None: no sketch.
         chunk_size: tokens per chunk of the parallel form; changes only the speed.
-        use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
-            query, and the output gate. Without them: g = 0, beta = 1, alpha = 1, and no output gate.
-        use_v_conv: whether v, like q and k, passes through a short convolution.
-        conv_size: taps of the short convolutions.
-        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
-        use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
-        rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
-        use_o_norm: RMSNorm of each head's output. Without it y = U x, unscaled, whose size is like that of attention.
-        gate_bias: the output gate has a bias, so that it can start open.
-        qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
-            and k before the convolution.
+        use_decay, use_beta, use_alpha: the forget gate g, the write strength, and the blend of solution and query.
+            Without them: g = 0, beta = 1, alpha = 1.
         unshare_kv_heads: every query head has keys and values of its own.
-        qkv_bias, o_bias: biases of the projections.
-        norm_eps: epsilon of all RMSNorms.
     """
 
     inference_options: ClassVar[tuple[str, ...]] = ("solver_phases", "chunk_size")
@@ -81,19 +71,7 @@ class GKAOptions(MixerOptions):
     use_decay: bool = True
     use_beta: bool = True
     use_alpha: bool = True
-    use_gate: bool = True
-    use_v_conv: bool = True
-    conv_size: int = conv_size()
-    conv_activation: str | None = one_of("silu", ACTIVATIONS)
-    use_rope: bool = False
-    rope_layout: str = one_of("half", ROPE_LAYOUTS)
-    use_o_norm: bool = True
-    gate_bias: bool = False
-    qk_norm: str | None = one_of(None, QK_NORMS)
     unshare_kv_heads: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    norm_eps: float | int = norm_eps(1e-6)
 
 
 @register_mixer("gka")

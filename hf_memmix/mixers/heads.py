@@ -17,18 +17,51 @@ from hf_memmix_kernels.short_conv import Convolution, prompt_heads, runs_prompt_
 from ..backbones import layer_rotates
 from ..errors import UserError
 from .base import AttentionShape, MemoryMixer
-from .layers import RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
+from .layers import CONV_ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
+from .options import MixerOptions, conv_size, mixer_options, norm_eps, one_of
 from .tp_plan import heads_plan
 
 UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
+
+
+@mixer_options
+class HeadsOptions(MixerOptions):
+    """Options of such mixers, beside those of the subclass.
+
+    Args:
+        use_v_conv: whether v, like q and k, passes through a short convolution.
+        conv_size: taps of the short convolutions.
+        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
+        use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
+        rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
+        use_o_norm: RMSNorm of each head's output. Without it the memory's output is unscaled, its size like that of
+            the values.
+        use_gate, gate_bias: the output gate, and its bias, with which it can start open.
+        qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
+            and k before the convolution.
+        qkv_bias, o_bias: biases of the projections.
+        norm_eps: epsilon of all RMSNorms.
+    """
+
+    use_v_conv: bool = True
+    conv_size: int = conv_size()
+    conv_activation: str | None = one_of("silu", CONV_ACTIVATIONS)
+    use_rope: bool = False
+    rope_layout: str = one_of("half", ROPE_LAYOUTS)
+    use_o_norm: bool = True
+    use_gate: bool = True
+    gate_bias: bool = False
+    qk_norm: str | None = one_of(None, QK_NORMS)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    norm_eps: float | int = norm_eps(1e-6)
 
 
 class HeadsMixer(MemoryMixer):
     """Base class of such mixers. The `__init__` of a subclass calls `add_inputs`, makes the subclass's own parameters
     and calls `add_output`. The subclass also defines the computation between `convolve` and `readout`.
 
-    It reads these options of the subclass: qkv_bias, o_bias, conv_size, conv_activation, use_rope, rope_layout,
-    qk_norm, use_o_norm, use_gate, gate_bias, norm_eps and, if there is one, unshare_kv_heads.
+    It reads `HeadsOptions` and, if the subclass has the option, unshare_kv_heads.
     """
 
     max_head_dim: ClassVar[int]  # largest head size of the kernels

@@ -37,7 +37,7 @@ class KDAMixer(DeltaRuleMixer):
         " decays by itself; a token replaces what it holds for its key"
     )
     options_class = KDAOptions
-    kept_bytes = KeptBytes(7, queries=32, keys=10, heads=8)  # counted from what its op keeps
+    kept_bytes = KeptBytes(6, queries=32, keys=10, heads=8)  # counted from what its op keeps
     steering_layers = ("f_a_proj", "f_b_proj", "b_proj")
     input_layers = (*HeadsMixer.input_layers, "f_a_proj", "b_proj")
     head_parameters = ("f_b_proj", "A_log", "dt_bias", "b_proj", "g_b_proj")

@@ -28,10 +28,10 @@ from hf_memmix_kernels.rowwise import unit_heads
 from ..errors import UserError
 from ..padding import before_the_end
 from .base import register_mixer
-from .heads import UNIT_EPS, HeadsMixer
+from .heads import UNIT_EPS, HeadsMixer, HeadsOptions
 from .kept_bytes import KeptBytes
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers
-from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
+from .layers import at_least_fp32, init_layers
+from .options import between, mixer_options, one_of
 
 ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
 STEP_SIZES = ("sigmoid", "softplus", "constant")
@@ -39,8 +39,8 @@ FORGET_GATE_BIAS = 4.0  # at the start; the gate is then 0.98
 
 
 @mixer_options
-class LatticeOptions(MixerOptions):
-    """Options of the Lattice layer.
+class LatticeOptions(HeadsOptions):
+    """Options of the Lattice layer beside `HeadsOptions`.
 
     Args:
         variant: "dec", "enc" or "sim", the objective whose gradient step is the write; or one of the paper's
@@ -56,19 +56,8 @@ class LatticeOptions(MixerOptions):
         l1: threshold of the proximal step after each write (eq. 18), times gamma_t.
         share_qk: one projection for q and k, as in the paper; each then has H heads.
         use_unit_qk: q and k of unit norm.
-        use_v_conv: whether v also passes through a short convolution, as in GKA and Mamba-2. The paper's layer
-            does not have it.
-        conv_size: taps of the short convolutions.
-        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
-        use_o_norm: RMSNorm of each head's output.
-        use_gate, gate_bias: the output gate, and its bias, with which it can start open.
-        use_rope, rope_layout: rotate q and k with the backbone's rotary embeddings, after the convolution; layouts
-            are `layers.ROPE_LAYOUTS`.
-        qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
-            convolution.
+        use_v_conv: as in GKA and Mamba-2; the paper's layer does not have it.
         unshare_kv_heads: every query head has keys and values of its own.
-        qkv_bias, o_bias: biases of the projections.
-        norm_eps: epsilon of all RMSNorms.
     """
 
     variant: str = one_of("dec", VARIANTS)
@@ -81,18 +70,7 @@ class LatticeOptions(MixerOptions):
     share_qk: bool = True
     use_unit_qk: bool = True
     use_v_conv: bool = False
-    conv_size: int = conv_size()
-    conv_activation: str | None = one_of("silu", ACTIVATIONS)
-    use_o_norm: bool = True
-    use_gate: bool = True
-    gate_bias: bool = False
-    use_rope: bool = False
-    rope_layout: str = one_of("half", ROPE_LAYOUTS)
-    qk_norm: str | None = one_of(None, QK_NORMS)
     unshare_kv_heads: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    norm_eps: float | int = norm_eps(1e-6)
 
     def validate_qk_norm(self):
         if self.qk_norm is not None and self.share_qk:

@@ -15,7 +15,7 @@ from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
 # how a backbone lays out cos and sin: [c, c], every entry twice in a row, or c alone
 ROPE_LAYOUTS = ("half", "pairs", "single")
-ACTIVATIONS = (None, "silu")  # of a short convolution
+CONV_ACTIVATIONS = (None, "silu")  # of a short convolution
 QK_NORMS = (None, "head", "full")
 
 

@@ -145,17 +145,19 @@ def test_gkas_sketch_starts_orthonormal():
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("mixer", ["gated_delta", "kda"])
-def test_the_delta_rule_starts(mixer, family):
-    """out = 3/4 o(S^T q), q and k of norm 1, a write strength of 1/2, half-lives 1 to 16."""
-    attention, mixer, x, rotary = taken_over(family, mixer)
+@pytest.mark.parametrize(
+    ("mixer", "gate", "options"), [("gated_delta", 0.75, {}), ("kda", 0.75, {}), ("kda", 0.5, {"gate_bias": False})]
+)
+def test_the_delta_rule_starts(mixer, gate, options, family):
+    """out = gate o(S^T q), q and k of norm 1, a write strength of 1/2, half-lives 1 to 16."""
+    attention, mixer, x, rotary = taken_over(family, mixer, **options)
     q, k, v = projected(attention, x)
     if family == "qwen3":
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = (F.normalize(rotated(t, *rotary), dim=-1) for t in (q, k))
     log_decay = decays(1, 16, 4).log().expand(1, LENGTH, -1)
     y, _ = naive_gated_delta(q, k, v, log_decay, torch.full_like(log_decay, 0.5), scale=1.0)
-    expected = 0.75 * attention.o_proj(y.flatten(2))
+    expected = gate * attention.o_proj(y.flatten(2))
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
 
 

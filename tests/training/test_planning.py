@@ -230,6 +230,15 @@ def test_mixers_beside_gka_take_what_a_measured_training_step_takes():
         assert MIXERS[kind].kept_bytes.per_token(*widths) == pytest.approx(expected, rel=0.02), kind
 
 
+@pytest.mark.parametrize("kind", ["gka", "gated_delta", "kda"])
+def test_every_layer_that_reads_the_input_keeps_it(kind):
+    shape = {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(memmix_config(LlamaConfig(**shape), mixer_types=[kind]))
+    layers = [m for m in model.model.layers[0].self_attn.modules() if isinstance(m, torch.nn.Linear)]
+    assert MIXERS[kind].kept_bytes.inputs == sum(layer.in_features == 48 for layer in layers)
+
+
 # ---- the choice
 
 

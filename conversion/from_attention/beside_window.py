@@ -21,8 +21,6 @@ def start_beside_window(mixer: BesideWindow, attention: AttentionWeights, start:
         one fate for each of the attention's tensors, with the targets in both parts.
     """
     of_memory = {fate.field: fate for fate in start.fill(mixer.memory, attention)}
-    if start.lengthen is not None:
-        start.lengthen(mixer.memory)
     fates = []
     for fate in start_of("window").fill(mixer.window, attention):
         fates.append(_of_both(fate, of_memory[fate.field]))

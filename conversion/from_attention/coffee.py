@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.half_lives import start_half_lives
 from hf_memmix.conversion.from_attention.registry import starts
 from hf_memmix.errors import UserError
+from hf_memmix.mixers.half_lives import decay_rates
 
 GATE_BIAS = 1.0204  # silu of it is 0.75
-TIME_SCALES = (2.0, 64.0)  # tokens, log-spaced over the states
+HALF_LIVES = (2 * math.log(2), 64 * math.log(2))  # tokens, log-spaced over the states: time scales of 2 to 64
 NO_SCORES = "scores of queries and keys have no counterpart: a COFFEE state gates itself"
 
 
@@ -62,12 +64,10 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
 
 
 @torch.no_grad()
-def start_states(mixer: nn.Module, time_scales: tuple[float, float] = TIME_SCALES) -> None:
-    """Make a `CoffeeMixer`'s states averages of the past over log-spaced time scales in tokens, and C their mean."""
+def start_states(mixer: nn.Module) -> None:
+    """Make a `CoffeeMixer`'s states averages of the past over log-spaced half-lives, and C their mean."""
     n = mixer.options.states
-    low, high = (math.log(t) for t in time_scales)
-    tau = torch.linspace(low, high, n, dtype=torch.float64).exp()
-    lam = 2 * torch.expm1(-1 / tau)
+    lam = 2 * torch.expm1(-decay_rates(start_half_lives(mixer, HALF_LIVES), n))
     mixer.lam_logit.copy_(torch.logit(-lam / 2))
     mixer.w.zero_()
     mixer.C.copy_(-lam / n)  # the state's limit for a constant u is -u / lambda

@@ -5,20 +5,24 @@ not depend on the token: beta is 1/2, which replaces half of what the memory hol
 memory are log-spaced over the heads.
 """
 
-import math
-
 import torch
 from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
-from hf_memmix.conversion.from_attention.projections import log_spaced, projection_options, take_projections
+from hf_memmix.conversion.from_attention.half_lives import (
+    inverse_silu,
+    share_of_heads,
+    start_decay,
+    start_half_lives,
+)
+from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
 from hf_memmix.conversion.from_attention.registry import starts
 
 HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
-LONG_HALF_LIVES = (64.0, 2048.0)  # of a memory with a window beside it, which holds the near past
-# layer of the output gate, and its bias: silu or sigmoid of it is 3/4. Of gates from .1 to 1 and of betas from .05 to
+# layer of the output gate, and the inverse of its activation. Of gates from .1 to 1 and of betas from .05 to
 # .9, a gate of 3/4 and a beta of 1/2 have the lowest error of the bundled teacher's layers on the development text
-GATES = {"gated_delta": ("g_proj", 1.0206), "kda": ("g_b_proj", 1.0986)}
+GATE = 0.75
+GATES = {"gated_delta": ("g_proj", inverse_silu), "kda": ("g_b_proj", torch.logit)}
 
 
 def options_for(attention: AttentionWeights) -> dict:
@@ -28,8 +32,8 @@ def options_for(attention: AttentionWeights) -> dict:
     return own | projection_options(attention)
 
 
-@starts("kda", options=options_for, lengthen=lambda mixer: start_decay(mixer, LONG_HALF_LIVES))
-@starts("gated_delta", options=options_for, lengthen=lambda mixer: start_decay(mixer, LONG_HALF_LIVES))
+@starts("kda", options=options_for)
+@starts("gated_delta", options=options_for)
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `GatedDeltaMixer` or `KDAMixer` from an attention, in place; errors and result are those of
@@ -41,23 +45,15 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             parameter.zero_()
             parameter[:, :, -1] = 1
     mixer.b_proj.weight.zero_()  # beta is one half, or 1 with negative eigenvalues
-    start_decay(mixer)
+    half_lives = start_half_lives(mixer, HALF_LIVES)
+    start_decay(mixer, half_lives, mixer.f_b_proj if mixer.name == "kda" else mixer.a_proj)
     if mixer.options.use_gate:
-        name, bias = GATES[mixer.name]
+        name, inverse = GATES[mixer.name]
         gate = getattr(mixer, name)
         if gate.bias is not None:
+            share = GATE * share_of_heads(mixer, HALF_LIVES)
             gate.weight.zero_()
-            gate.bias.fill_(bias)
+            gate.bias.copy_(inverse(share).repeat_interleave(mixer.head_dim))
         elif mixer.name == "kda":
             gate.weight.zero_()  # the gate is 1/2; a silu of 0 would let nothing through, so that gate stays random
     return fates
-
-
-@torch.no_grad()
-def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) -> None:
-    """Give the heads constant half-lives in tokens, log-spaced from the first to the second."""
-    rates = math.log(2) / log_spaced(half_lives, mixer.heads)
-    (mixer.f_b_proj if mixer.name == "kda" else mixer.a_proj).weight.zero_()
-    mixer.A_log.zero_()
-    rates = rates.repeat_interleave(len(mixer.dt_bias) // mixer.heads)
-    mixer.dt_bias.copy_(torch.log(torch.expm1(rates)))  # softplus of it is the rate

@@ -4,8 +4,9 @@ q, k, v and o are the attention's: k selects the slots to which a value is writt
 have separate projections, without the SiLU, which would lose their signs. The convolutions return their last token.
 The step size and the gate do not depend on the token: their weights start at zero. S_0 stays orthonormal. Slots
 always have unit norm. So the values are scaled up, and the output is scaled back: large values soon replace the
-content of S_0, which the attention does not have. The scale is measured: training/experiments/conversion. Step sizes
-above one half start a little closer to the attention, but are worse after a short alignment.
+content of S_0, which the attention does not have. The scale is measured: training/experiments/conversion; the gate:
+training/experiments/smollm2. Step sizes above one half start a little closer to the attention, but are worse after a
+short alignment.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hf_memmix.conversion.from_attention.projections import projection_options, 
 from hf_memmix.conversion.from_attention.registry import starts
 from hf_memmix.errors import UserError
 
-GATE_BIAS = 0.46  # gelu of it is 0.31
+GATE_BIAS = 0.26  # gelu of it is 0.157
 VALUE_SIZE = 10.0  # root mean square norm of a head's values, for inputs of unit variance
 SCALED = "each head's values scaled to root mean square norm {size:g}, what is read from them scaled back"
 

@@ -4,8 +4,6 @@ This is for mixers with `heads`, `kv_heads`, `head_dim`, linear layers `q_proj`,
 option, `q_norm`, `k_norm`. A start fills the other parameters (gates, convolutions) itself.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -97,9 +95,3 @@ def take_tensor(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
         )
     parameter.copy_(tensor)
     return TensorFate(field, "used", (target,))
-
-
-def log_spaced(ends: tuple[float, float], count: int) -> Tensor:
-    """`count` numbers from the first to the second, in equal ratios."""
-    low, high = (math.log(x) for x in ends)
-    return torch.linspace(low, high, count).exp()

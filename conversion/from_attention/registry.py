@@ -23,13 +23,11 @@ class Start:
 
     `options(attention)`: the options, other than the defaults, that the mixer needs to hold the weights of this
     attention. `take_over(mixer, attention)`: fills the mixer in place and returns a fate for every entry of
-    `attention.tensors()`; raises ValueError for a tensor that the mixer cannot hold. `lengthen(mixer)`, if there is
-    one: makes a mixer that was started remember for longer, because a window beside it holds the near past.
+    `attention.tensors()`; raises ValueError for a tensor that the mixer cannot hold.
     """
 
     options: Callable[[AttentionWeights], dict]
     take_over: Callable[[nn.Module, AttentionWeights], list[TensorFate]]
-    lengthen: Callable[[nn.Module], None] | None = None
 
     def fill(self, mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
         """`take_over`. A mixer with the option `unshare_kv_heads` gets the keys and values repeated for every head."""
@@ -53,7 +51,6 @@ UNSHARED = "repeated, so that every query head has keys and values of its own"
 def starts(
     name: str,
     options: Callable[[AttentionWeights], dict] = lambda attention: {},
-    lengthen: Callable[[nn.Module], None] | None = None,
 ):
     """Function decorator: make `take_over` the start of the mixer that is registered under `name`.
 
@@ -64,7 +61,7 @@ def starts(
     def register(take_over):
         if name in STARTS:
             raise UserError(f"the mixer {name!r} has a start from attention already; remove one of the two")
-        STARTS[name] = Start(options, take_over, lengthen)
+        STARTS[name] = Start(options, take_over)
         return take_over
 
     return register

@@ -22,6 +22,7 @@ from hf_memmix_kernels.coffee.op import MAX_STATES
 from ..errors import UserError
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
+from .half_lives import decay_rates, half_lives
 from .kept_bytes import KeptBytes
 from .layers import CONV_ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
@@ -38,6 +39,8 @@ class CoffeeOptions(MixerOptions):
     Args:
         states: n, the number of states per feature, at most 64.
         inner_size: number of features D; None is twice the hidden size, as in Mamba.
+        half_lives: the shortest and the longest half-life of the states in tokens, log-spaced, before training, while
+            their gates are one half. None: 0.7 to 700, at random, or those of the start from attention.
         use_output_filter: y <- sigmoid(w_filter . x) y (Remark 2).
         conv_size: taps of the short convolution of u.
         conv_activation: "silu", or None, which keeps the sign of u, as a conversion from attention needs it.
@@ -49,6 +52,7 @@ class CoffeeOptions(MixerOptions):
 
     states: int = between(16, 1, MAX_STATES, "the paper has 1 to 16")
     inner_size: int | None = between(None, 1, MAX_FEATURES, "None is twice the hidden size")
+    half_lives: list[float | int] | None = half_lives()
     use_output_filter: bool = False
     conv_size: int = conv_size()
     conv_activation: str | None = one_of("silu", CONV_ACTIVATIONS)
@@ -150,15 +154,21 @@ class CoffeeMixer(MemoryMixer):
         has with white inputs, so that slow states do not saturate their gate and do not dominate the output.
         """
         init_layers(self)
-        low, high = (math.log(t) for t in TIME_SCALES)
-        tau = torch.empty_like(self.lam_logit).uniform_(low, high).exp()
-        kept = torch.exp(-1 / tau)  # 1 + lambda / 2
+        kept = self.start_kept()
         init.copy_(self.lam_logit, torch.logit(1 - kept))
         size = 0.5 / (1 - kept.square()).sqrt()
         init.copy_(self.w, torch.randn_like(size) / size)
         init.copy_(self.C, torch.randn_like(size) / size / self.options.states**0.5)
         if self.options.use_output_filter:
             init.zeros_(self.w_filter)
+
+    def start_kept(self) -> torch.Tensor:
+        """1 + lambda / 2 [D, n], what a gate of one half keeps of a state, before training."""
+        if self.options.half_lives is not None:
+            rates = decay_rates(self.options.half_lives, self.options.states)
+            return torch.exp(-rates).to(self.lam_logit.device).expand_as(self.lam_logit)
+        low, high = (math.log(t) for t in TIME_SCALES)
+        return torch.exp(-1 / torch.empty_like(self.lam_logit).uniform_(low, high).exp())
 
     @classmethod
     def check_states(cls, options, states):

@@ -16,6 +16,7 @@ from hf_memmix_kernels import chunk_gated_delta, gated_delta_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 
 from ..padding import before_the_end
+from .half_lives import half_lives
 from .heads import HeadsMixer, HeadsOptions
 from .layers import at_least_fp32, init_decay, init_layers
 from .options import mixer_options
@@ -28,9 +29,12 @@ class DeltaRuleOptions(HeadsOptions):
     Args:
         negative_eigenvalues: beta = 2 sigmoid(W_b x), between 0 and 2. A write above 1 turns what the memory holds
             for the key into its opposite, which lets a layer count modulo 2 (Grazzi et al., arXiv:2411.12537).
+        half_lives: the shortest and the longest half-life of the heads in tokens, log-spaced, before training. None:
+            the paper's decays, or those of the start from attention.
     """
 
     negative_eigenvalues: bool = False
+    half_lives: list[float | int] | None = half_lives()
 
 
 class DeltaRuleMixer(HeadsMixer):
@@ -87,7 +91,7 @@ class DeltaRuleMixer(HeadsMixer):
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
         init_layers(self)
-        init_decay(self.A_log, self.dt_bias)
+        init_decay(self.A_log, self.dt_bias, self.options.half_lives)
 
     def _scale(self) -> float | None:
         return None if self.plain["use_o_norm"] else 1.0

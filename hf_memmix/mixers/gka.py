@@ -25,6 +25,7 @@ from hf_memmix_kernels.rowwise import decay
 from ..errors import UserError
 from ..padding import before_the_end
 from .base import register_mixer
+from .half_lives import half_lives
 from .heads import HeadsMixer, HeadsOptions
 from .kept_bytes import KeptBytes
 from .layers import at_least_fp32, has_hooks, init_decay, init_layers
@@ -58,6 +59,8 @@ class GKAOptions(HeadsOptions):
         chunk_size: tokens per chunk of the parallel form; changes only the speed.
         use_decay, use_beta, use_alpha: the forget gate g, the write strength, and the blend of solution and query.
             Without them: g = 0, beta = 1, alpha = 1.
+        half_lives: the shortest and the longest half-life of the heads in tokens, log-spaced, before training. None:
+            the paper's decays, or those of the start from attention.
         unshare_kv_heads: every query head has keys and values of its own.
     """
 
@@ -71,7 +74,12 @@ class GKAOptions(HeadsOptions):
     use_decay: bool = True
     use_beta: bool = True
     use_alpha: bool = True
+    half_lives: list[float | int] | None = half_lives()
     unshare_kv_heads: bool = False
+
+    def validate_half_lives(self):
+        if self.half_lives is not None and not self.use_decay:
+            raise UserError(f"half_lives={self.half_lives} needs the forget gate; set use_decay to True")
 
 
 @register_mixer("gka")
@@ -212,7 +220,7 @@ class GKAMixer(HeadsMixer):
         if self.options.sketch_dim is not None:
             init.copy_(self.sketch, torch.linalg.qr(torch.randn_like(self.sketch, dtype=torch.float32)).Q)
         if self.options.use_decay:
-            init_decay(self.A_log, self.dt_bias)
+            init_decay(self.A_log, self.dt_bias, self.options.half_lives)
 
     def _solver(self) -> dict:
         options = self.plain

@@ -13,6 +13,8 @@ from transformers import initialization as init
 from hf_memmix_kernels.rowwise import gated_norm
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
+from .half_lives import decay_rates, softplus_bias
+
 # how a backbone lays out cos and sin: [c, c], every entry twice in a row, or c alone
 ROPE_LAYOUTS = ("half", "pairs", "single")
 CONV_ACTIVATIONS = (None, "silu")  # of a short convolution
@@ -99,8 +101,16 @@ def init_layers(mixer: nn.Module):
             init.ones_(module.weight)
 
 
-def init_decay(A_log: nn.Parameter, dt_bias: nn.Parameter):
-    """g = -e^A_log softplus(x + dt_bias) with e^A_log ~ U(0, 16) and softplus(dt_bias) log-uniform in [1e-3, 0.1]."""
+def init_decay(A_log: nn.Parameter, dt_bias: nn.Parameter, half_lives: list | None = None):
+    """g = -e^A_log softplus(x + dt_bias) with e^A_log ~ U(0, 16) and softplus(dt_bias) log-uniform in [1e-3, 0.1].
+
+    With the option `half_lives`, e^A_log is 1, and for x = 0 the heads have these half-lives.
+    """
+    if half_lives is not None:
+        init.zeros_(A_log)
+        rates = decay_rates(half_lives, len(A_log)).to(dt_bias.device)
+        init.copy_(dt_bias, softplus_bias(rates).repeat_interleave(len(dt_bias) // len(A_log)))
+        return
     dt = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
     init.copy_(A_log, torch.empty_like(A_log).uniform_(0, 16).clamp_min(1e-4).log())
     init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt

@@ -25,6 +25,7 @@ from hf_memmix_kernels.rowwise import decay, gated_norm
 from ..errors import UserError
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
+from .half_lives import decay_rates, half_lives, softplus_bias
 from .kept_bytes import KeptBytes
 from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
@@ -58,6 +59,8 @@ class Mamba2Options(MixerOptions):
         conv_size: taps of the short convolution.
         use_conv_bias: whether the convolution has a bias.
         use_bias: whether the projections have biases.
+        half_lives: the shortest and the longest half-life of the heads in tokens, log-spaced, before training. None:
+            the released models' decays, or those of the start from attention.
         time_step_limit: smallest and largest dt, or None.
         chunk_size: tokens per chunk of the parallel form; changes only the speed.
         norm_eps: epsilon of the gated RMSNorm.
@@ -72,6 +75,7 @@ class Mamba2Options(MixerOptions):
     conv_size: int = conv_size()
     use_conv_bias: bool = True
     use_bias: bool = False
+    half_lives: list[float | int] | None = half_lives()
     time_step_limit: list[float | int] | None = checked(lambda: None, _check_time_steps)
     chunk_size: int = one_of(64, CHUNK_SIZES)
     norm_eps: float | int = norm_eps(1e-5)
@@ -218,16 +222,28 @@ class Mamba2Mixer(MemoryMixer):
         )
 
     def init_weights(self):
-        """N(0, 0.02) matrices, nn.Conv1d's taps, A = 1 .. H, D = 1, dt log-uniform in `TIME_STEPS`."""
+        """N(0, 0.02) matrices, nn.Conv1d's taps, A = 1 .. H, D = 1, dt log-uniform in `TIME_STEPS`; with
+        `half_lives`, these for dt = 1.
+        """
         init_layers(self)
         bound = self.options.conv_size**-0.5
         init.uniform_(self.conv1d.weight, -bound, bound)
         init.ones_(self.norm.weight)
         init.ones_(self.D)
+        if self.options.half_lives is not None:
+            for parameter, value in zip(
+                (self.A_log, self.dt_bias), self.decay_of(self.options.half_lives), strict=True
+            ):
+                init.copy_(parameter, value)
+            return
         init.copy_(self.A_log, torch.arange(1, self.heads + 1, device=self.A_log.device).to(self.A_log.dtype).log())
         low, high = (math.log(t) for t in TIME_STEPS)
         dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    def decay_of(self, half_lives: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`A_log` and `dt_bias` [H] with these half-lives for tokens whose dt is 1, log-spaced over the heads."""
+        return decay_rates(half_lives, self.heads).log(), softplus_bias(torch.ones(self.heads))
 
     def _recurrence(self, xBC, dt, log_decay) -> dict:
         """The arguments of gated linear attention: queries C and keys B of a group, values x and gates of a head."""

@@ -5,10 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoTokenizer
 
-from hf_memmix.conversion import convert_model, starts
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model, starts
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention import STARTS
+from hf_memmix.conversion.teacher_forcing import run_teacher_forced
+from hf_memmix.training.data import tokenize_files
+from hf_memmix.training.losses import relative_mse
 from hf_memmix_kernels import naive_gated_delta, naive_ska
 from tiny_teachers import tiny_teacher
 
@@ -190,7 +195,7 @@ def test_ska_start(family):
 def test_mamba2_start(family):
     """out = o(s rms-normed sum of decay^age (q . k) v per head), q, k, v behind a SiLU, half-lives 1 to 64.
 
-    s is a tenth of the size of each channel of v, for an input of size 1. A norm of q or k leaves its scale. No skip
+    s is 1/40 of the size of each channel of v, for an input of size 1. A norm of q or k leaves its scale. No skip
     of v past the memory, no gate, dt = 1.
     """
     attention, mixer, x, rotary = taken_over(family, "mamba2")
@@ -205,8 +210,43 @@ def test_mamba2_start(family):
     v_proj = attention.v_proj
     sizes = (v_proj.weight.square().sum(1) + (0 if v_proj.bias is None else v_proj.bias.square())).sqrt()
     sizes = sizes.view(2, 1, -1).expand(2, 2, -1).flatten()  # four query heads share two heads of v
-    expected = attention.o_proj(0.1 * sizes * y.flatten(2))
+    expected = attention.o_proj(sizes * y.flatten(2) / 40)
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-5)
+
+
+DECAYING = ["gka", "gated_delta", "kda", "mamba2", "coffee"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", DECAYING)
+def test_a_start_is_nearer_to_the_attention_than_nothing(mixer):
+    """However long the memory lasts: the mean of |mixer - attention|^2 / |attention|^2 over the layers of the bundled
+    transformer is below 1.
+    """
+    teacher = load_model(asset_path("tiny_teacher")).float()
+    tokens = tokenize_files(asset_path("dev.txt"), AutoTokenizer.from_pretrained(asset_path("tiny_teacher")))
+    ids = torch.as_tensor(tokens[:1024]).long().view(2, 512)
+    for half_lives in (None, [64, 64], [2048, 2048], [64, 2048]):
+        errors, student = [], convert_model(teacher, mixer, half_lives=half_lives)
+        run_teacher_forced(teacher, student, ids, lambda _, *found, e=errors: e.append(relative_mse(*found).item()))
+        assert sum(errors) < len(errors), (half_lives, errors)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", DECAYING)
+@pytest.mark.parametrize("start", ["attention", "scratch"])
+def test_half_lives_are_those_of_the_option(start, mixer):
+    """Log-spaced over the heads, or over the states of COFFEE, for a token at which no gate leans to one side."""
+    student = convert_model(tiny_teacher("llama"), mixer, half_lives=[4, 32])
+    layer = attention_module(student if start == "attention" else type(student)(student.config), 0)
+    if mixer == "coffee":
+        kept = 1 + layer.lam()[0] / 2
+    else:
+        x = torch.zeros(1, 1, 32)
+        angles = (torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
+        kept = layer.project(x, angles)["log_decay"].exp().flatten()
+    expected = decays(4, 32, layer.options.states if mixer == "coffee" else layer.heads).float()
+    torch.testing.assert_close(kept, expected.repeat_interleave(len(kept) // len(expected)))
 
 
 # ---- the table

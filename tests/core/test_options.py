@@ -218,6 +218,7 @@ BAD = {
     "head_dim": (0, 257),
     "expand": (0, math.inf, math.nan, 1e9),
     "n_groups": (0, 10**9),
+    "half_lives": ([1], [2.0, 1.0], [0, 4], [1, math.inf], "x", ["a", "b"], 64),
     "time_step_limit": ([1], [2.0, 1.0], [0, math.inf], "x", ["a", "b"]),
     "refresh_every": (0, 7, "x"),
     "conv_activation": ("tanh", 5, {}),
@@ -254,6 +255,11 @@ def test_every_option_has_bounds(mixer):
     ("mixer", "options", "message"),
     [
         ("lattice", {"qk_norm": "head"}, "set share_qk to False"),
+        (
+            "gka",
+            {"half_lives": [1, 2], "use_decay": False},
+            r"half_lives=\[1, 2\] needs the forget gate",
+        ),
         ("lattice", {"slots": 9}, "9 slots of size 8 cannot start orthogonal"),
         ("gka", {"sketch_dim": 9}, "layer 0: sketch_dim=9 is larger than the head size 8; set it to at most 8"),
         ("ska", {"refresh_every": 8}, "refresh_every=8 must be None, 1 or chunk_size=64"),

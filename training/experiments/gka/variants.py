@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.conversion.from_attention.gka import start_decay
+from hf_memmix.conversion.from_attention.half_lives import start_decay
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.fit import memory_of, train_language_model
@@ -69,7 +69,7 @@ class Variant:
         """Set the start of a new model's weights."""
         for mixer in memory_mixers(model).values():
             if self.half_lives:
-                start_decay(mixer, self.half_lives)
+                start_decay(mixer, self.half_lives, mixer.a_proj)
             if self.equal_start:
                 mixer.q_proj.weight.data.copy_(mixer.k_proj.weight)
 

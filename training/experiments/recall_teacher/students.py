@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from hf_memmix.conversion import load_model, report
-from hf_memmix.conversion.from_attention.gka import start_decay
+from hf_memmix.conversion.from_attention.half_lives import start_decay
 from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import autocast
@@ -36,10 +36,13 @@ RAISED_LAYOUTS = LAYOUTS | {
 }
 
 
+def start_decay_of_gates(mixer, half_lives: tuple[float, float]) -> None:
+    start_decay(mixer, half_lives, mixer.a_proj)
+
+
 @torch.no_grad()
 def start_decay_of_mamba2(mixer, half_lives: tuple[float, float]) -> None:
-    low, high = (math.log(x) for x in half_lives)
-    mixer.A_log.copy_(torch.log(math.log(2) / torch.linspace(low, high, mixer.heads).exp()))
+    mixer.A_log.copy_(mixer.decay_of(half_lives)[0])
 
 
 @torch.no_grad()
@@ -56,8 +59,8 @@ def start_steps_of_lattice(mixer, half_lives: tuple[float, float]) -> None:
 
 
 START_DECAY = {
-    "gka": start_decay,
-    "gla": start_decay,
+    "gka": start_decay_of_gates,
+    "gla": start_decay_of_gates,
     "mamba2": start_decay_of_mamba2,
     "lattice": start_steps_of_lattice,
 }

@@ -180,39 +180,18 @@ def test_initial_states(mixer, options):
 
 @torch.no_grad()
 @every_third_variant
-def test_packed_sequences_continue(mixer, options):
-    """A packed scan from a state per sequence equals the sequences alone, empty ones included."""
-    layer, x, rotary = made(mixer, options)
-    tokens, lengths = layer.project(x, rotary), (4, 0, 6)
-    _, before = layer.scan(part(tokens, slice(0, 7)), None)
-    rest = part(tokens, slice(7, None))
-    y, after = layer.scan(pack(rest, lengths), before, cu_seqlens=bounds(lengths))
-    start = 0
-    for b, length in enumerate(lengths):
-        own = {name: state[b : b + 1] for name, state in before.items()}
-        if length:
-            one = {name: t[b : b + 1, :length] for name, t in rest.items()}
-            expected, own = layer.scan(one, own)
-            assert_same(y[:, start : start + length], expected, f"sequence {b}")
-        elif options.get("refresh_every") == 1:
-            own["operator"] = after["operator"][b : b + 1]  # computed anew, from the same statistics
-        assert_same_states({name: state[b : b + 1] for name, state in after.items()}, own, f"sequence {b}")
-        start += length
-
-
-@torch.no_grad()
-@every_third_variant
+@pytest.mark.parametrize("lengths", [(5, 6, 2), (4, 0, 6)], ids=str)
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_new_sequences_among_continued_ones(mixer, options, paged):
-    """In one packed scan, a new one on a dirty page equals a fresh sequence, a continued one goes on."""
+def test_new_sequences_among_continued_ones(mixer, options, paged, lengths):
+    """In one packed scan, a new one on a dirty page equals a fresh sequence, a continued one goes on; one is empty."""
     layer, x, rotary = made(mixer, options)
-    tokens, lengths = layer.project(x, rotary), (5, 6, 2)
-    anew = torch.tensor([True, False, True])
+    tokens = layer.project(x, rotary)
+    anew = torch.tensor([True, False, 0 not in lengths])
     _, before = layer.scan(part(tokens, slice(0, 7)), None)
     rest = part(tokens, slice(7, None))
     memory, states = dirty_pool(layer, torch.float64)
     indices = torch.tensor(INDICES, dtype=torch.int32)
-    pages.write_pages(states, indices[1:2], {name: state[1:2] for name, state in before.items()})
+    pages.write_pages(states, indices[~anew], {name: state[~anew] for name, state in before.items()})
     untouched = bytes_outside(layer, torch.float64, memory, INDICES)
     where = {"state_indices": indices}
     if not paged:
@@ -221,8 +200,11 @@ def test_new_sequences_among_continued_ones(mixer, options, paged):
     start = 0
     for b, length in enumerate(lengths):
         own = None if anew[b] else {name: state[b : b + 1] for name, state in before.items()}
-        expected, own = layer.scan({name: t[b : b + 1, :length] for name, t in rest.items()}, own)
-        assert_same(y[:, start : start + length], expected, f"sequence {b}")
+        if length:
+            expected, own = layer.scan({name: t[b : b + 1, :length] for name, t in rest.items()}, own)
+            assert_same(y[:, start : start + length], expected, f"sequence {b}")
+        elif options.get("refresh_every") == 1:
+            own["operator"] = after["operator"][b : b + 1]  # computed anew, from the same statistics
         assert_same_states({name: state[b : b + 1] for name, state in after.items()}, own, f"sequence {b}")
         start += length
     if paged:

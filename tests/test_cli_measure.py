@@ -41,27 +41,12 @@ def test_teacher_beside_student(workspace):
     assert "exact answers" in run.stdout and "64 tokens" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "nosuch"], "task 'nosuch' is unknown"),
-        (["--lengths", "a"], "--lengths is 'a'"),
-        (["--lengths", "64,0"], "--lengths is '64,0'; lengths are at least 1"),
-        (["--lengths", "4"], "give a longer one"),
-        (["--depths", "2"], "depth 2.0 is outside"),
-        (["--text", "{}/no.txt"], "does not exist"),
-        (["--teacher", "{}/bare"], "not a model folder"),
-    ],
-)
-def test_mistakes_of_eval_are_one_clear_line(workspace, arguments, message):
-    options = [part.format(workspace) for part in arguments]
-    if "--text" not in options:
-        options += ["--text", workspace / "text.txt"]
-    if "--lengths" not in options:
-        options += ["--lengths", "64"]
-    run = memmix("eval", workspace / "student", "--tasks", "niah", *options, "--out", workspace / "e")
-    assert run.exit_code == 1 and "Traceback" not in run.output
-    assert run.output.splitlines()[-1].startswith("error:") and message in run.output.splitlines()[-1]
+def test_a_length_without_room_for_a_probe_is_one_clear_line(workspace):
+    """test_cli_start.py has the mistakes that are found before torch is imported."""
+    run = memmix("eval", workspace / "student", "--tasks", "niah", "--lengths", "4", "--text", workspace / "text.txt",
+                 "--out", workspace / "e")  # fmt: skip
+    last = run.output.splitlines()[-1]
+    assert run.exit_code == 1 and last.startswith("error:") and "give a longer one" in last
     assert not (workspace / "e").exists()
 
 
@@ -114,11 +99,6 @@ def test_an_empty_mixer_is_no_default(workspace):
         out = workspace / "out.json"
         run = memmix(command, "--teacher", workspace / "teacher", "--mixer", "", "--out", out)
         assert run.exit_code == 1 and "mixer '' is unknown" in run.output.splitlines()[-1] and not out.exists()
-
-
-def test_a_student_that_does_not_exist_is_no_model_folder(workspace):
-    run = memmix("eval", workspace / "nowhere", "--out", workspace / "e")
-    assert run.exit_code == 1 and "is not a model folder: it does not exist" in run.output.splitlines()[-1]
 
 
 def test_another_vocabulary_is_refused(workspace):
@@ -240,19 +220,12 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
     select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "p.json", "--text"]
     select += [workspace / "text.txt", "--max-tokens", "64", "--length", "32", "--tasks", "none"]
     for command, message in (
-        ([*base, "--plan", workspace / "none.json"], "there is no plan"),
         ([*base, "--plan", workspace / "broken.json"], "is not JSON"),
         ([*base, "--plan", workspace / "empty.json"], "is not a plan"),
         ([*base, "--plan", workspace / "long.json"], "is for 9 layers"),
-        ([*base, "--plan", workspace / "long.json", "--keep-layers", "1"], "give one of them"),
         ([*base, "--trained", workspace / "kept"], "layer 1 of the trained student is attention"),
         ([*base, "--trained", workspace / "student", "--option", "use_gate=false"], "differ"),
         ([*base, "--plan", workspace / "long.json", "--keep-count", "1"], "give one of them"),
-        ([*select, "--keep-count", "2"], "keep is 2"),
-        ([*select, "--keep-layers", "0-1"], "keeps all 2 layers"),
-        ([*select, "--keep-layers", "2"], "layers 0 to 1"),
-        ([*select, "--keep-count", "x"], "--keep-count is 'x'"),
-        ([*select, "--student", workspace / "teacher"], "without memory layers"),
         ([*select, "--student", workspace / "converted"], "different numbers of layers"),
         (
             [*select, "--student", workspace / "kept", "--keep-count", "1"],

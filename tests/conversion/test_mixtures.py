@@ -321,21 +321,3 @@ def test_commands_with_a_mixture(workspace):
     assert result_of(memmix("convert", *teacher, *layers[:2], *taken))["layers"] == TYPES
     tensors, source = (load_file(workspace / name / "model.safetensors") for name in ("s2", "s1"))
     assert all(torch.equal(tensors[name], source[name]) for name in source)
-
-
-def test_mistakes_on_the_command_line(workspace):
-    for arguments, message in (
-        (["--layers", "ska=1 gka=1 mamba2=rest"], "--layers gives layer 1 to ska and to gka"),
-        (["--layers", "ska=9 mamba2=rest"], "--layers of ska is '9'; it names layers 9"),
-        (["--layers", "ska=1"], "--layers leaves layers 0,2-3 without a mixer"),
-        (["--layers", "echo", "--mixer", "gka"], "--layers is 'echo', but --mixer"),
-        (["--layers", "echo", "--keep-layers", "0"], "--layers also says"),
-        (["--layers", "echo", "--option", "rank=4"], "rank is an option of one mixer"),
-        (["--layers", "echo", "--option", "gka.ridge=1.0"], "options of 'gka', but no layer uses it"),
-        (["--option", "gka.ridge=1.0", "--option", "ridge=2.0"], "gka.ridge"),
-        (["--option", "ridge=1.0", "--option", "ridge=2.0"], "ridge"),
-        (["--layers", "echo", "--option", ".ridge=1.0"], "is not NAME=VALUE"),
-    ):
-        run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", *arguments)
-        *_, last = run.output.splitlines()
-        assert run.exit_code == 1 and last.startswith("error:") and message in last and not (workspace / "s").exists()

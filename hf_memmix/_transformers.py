@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from transformers import (
+    AttentionInterface,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
@@ -77,6 +78,7 @@ __all__ = [
     "GradientCheckpointingLayer",
     "ImageModelHooks",
     "OwnModules",
+    "attention_computed_by",
     "attention_implementation",
     "change_class",
     "copy_tensor_renames",
@@ -255,6 +257,20 @@ def attention_implementation(config) -> str:
     "" if none is set.
     """
     return getattr(config, "_attn_implementation", None) or ""
+
+
+@contextmanager
+def attention_computed_by(config, function):
+    """Inside this context the attention modules with this configuration call `function(module, query, key, value,
+    attention_mask, **options)`, as the functions of `AttentionInterface`.
+    """
+    before = config._attn_implementation
+    AttentionInterface.register("memmix", function)
+    config._attn_implementation = "memmix"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def is_given_by_user(cache) -> bool:

@@ -26,6 +26,8 @@ BOUNDS = {
     "warmup_steps": (0, 10**9),
     "min_lr_ratio": (0.0, 1.0),
     "lora_rank": (1, 10**5),
+    "far_weight": (0.0, 1000.0),
+    "far_window": (0, 10**7),
     "chunk_tokens": (1, 10**9),
     "save_every": (0, 10**9),
     "seed": (0, 2**32 - 1),  # what numpy takes
@@ -59,6 +61,10 @@ class Recipe:
         steers a memory (decays, gates, convolutions, norms) is trained as a whole.
     quantize: with teacher "lora", hold the frozen matrices in "4bit" (NF4 of bitsandbytes) or "8bit" (int8 of
         torchao). Student and teacher both use them. The saved student has the values that these matrices stand for.
+    far_weight: `align` adds this factor times the relative error in which a token weighs as much as its attention
+        reads from outside a window, so that near tokens, which are the easy part, do not decide alone. It costs one
+        more attention of the teacher; 0 is off.
+    far_window: tokens of that window; 0 is the window beside the memory (`local_window`).
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
     pack: no layer mixes tokens of two documents. A teacher whose family ignores packing (GPT-OSS, BioGPT) is refused.
@@ -86,6 +92,8 @@ class Recipe:
     lora_rank: int = 16
     lora_mixers: bool = False
     quantize: str = "none"
+    far_weight: float = 0.0
+    far_window: int = 0
     chunk_tokens: int = 2048
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
@@ -139,6 +147,10 @@ class Recipe:
                 raise UserError(
                     f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
                 )
+        if self.far_weight and self.stage != "align":
+            raise UserError(f"far_weight is {self.far_weight:g}, but only align compares attentions; leave it out")
+        if self.far_window and not self.far_weight:
+            raise UserError(f"far_window is {self.far_window}, but far_weight is 0; set far_weight, e.g. to 1.0")
         check_bos(self.bos)
         check_loss(self.loss)
         if self.layers not in ("", "all") and self.stage != "align":

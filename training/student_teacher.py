@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
+from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training._trainer_hooks import WrappedByUnits
@@ -74,17 +75,31 @@ class StudentTeacher(WrappedByUnits, nn.Module):
 class AlignStudentTeacher(StudentTeacher):
     """The loss of `align`: mean over layers of the relative error of each mixer on the inputs of the teacher's layers.
 
+    With `far_weight`, plus this factor times the same error with each token weighted by the share of the attention's
+    output that comes from outside a window of `far_window` tokens (0: of the window beside the memory), see
+    `conversion.far_attention`.
+
     Only the mixers of `layers` (default: all memory layers) are children and are trained; the rest of the student
     is not moved to another device. The teacher stops after the last of these layers.
     """
 
-    def __init__(self, student, teacher, layers: list[int] | None = None, bf16=False, checkpointing=False):
+    def __init__(
+        self,
+        student,
+        teacher,
+        layers: list[int] | None = None,
+        bf16: bool = False,
+        checkpointing: bool = False,
+        far_weight: float = 0.0,
+        far_window: int = 0,
+    ):
         super().__init__(student, teacher, bf16)
         self.layers = student.config.memory_layers if layers is None else layers
         student.requires_grad_(False)
         self.mixers = nn.ModuleDict({str(i): attention_module(student, i) for i in self.layers})
         self.mixers.requires_grad_(True)
-        self.checkpointing = checkpointing
+        self.checkpointing, self.far_weight = checkpointing, far_weight
+        self.far_windows = far_windows(student, self.layers, far_window) if far_weight else None
 
     def student_names(self) -> dict[str, str]:
         prefixes = {str(i): attention_prefix(self.plain_student, i) for i in self.layers}
@@ -98,19 +113,44 @@ class AlignStudentTeacher(StudentTeacher):
         return iter(self.mixers.values())
 
     def loss(self, input_ids: Tensor, position_ids: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
-        pairs: list[tuple[Tensor, Tensor]] = []
+        near: list[tuple[Tensor, Tensor]] = []
+        far: list[tuple[Tensor, Tensor]] = []
+
+        def visit(layer: int, ours: Tensor, theirs: Tensor, share: Tensor | None = None) -> None:
+            near.append(squares(ours, theirs, loss_mask))
+            if share is not None:
+                far.append(squares(ours, theirs, share if loss_mask is None else share * loss_mask))
+
         run_teacher_forced(
             self.teacher,
             self.plain_student,
             input_ids,
-            lambda layer, ours, theirs: pairs.append(squares(ours, theirs, loss_mask)),
+            visit,
             position_ids=position_ids,
             layers=self.layers,
             checkpointing=self.checkpointing,
+            far_windows=self.far_windows,
         )
-        errors, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
-        # the same denominator in all processes: then the mean of their losses is the relative error over all tokens
-        return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
+        return _mean_error(near) + (self.far_weight * _mean_error(far) if far else 0)
+
+
+def _mean_error(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The mean over layers of errors divided by sizes, see `squares`."""
+    errors, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
+    # the same denominator in all processes: then the mean of their losses is the relative error over all tokens
+    return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
+
+
+def far_windows(student: nn.Module, layers: list[int], window: int) -> dict[int, int]:
+    """By layer, the window outside which `far_weight` looks: `window`, or for 0 the one beside the memory.
+
+    Raises:
+        UserError: the window is 0, and a layer has none.
+    """
+    found = {layer: window or attention_module(student, layer).options.local_window for layer in layers}
+    if without := [layer for layer, tokens in found.items() if not tokens]:
+        raise UserError(f"far_window is 0, but layers {without} have no window beside their memory; set far_window")
+    return found
 
 
 class DistillStudentTeacher(StudentTeacher):

@@ -20,7 +20,9 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix._transformers import tensor_parallel_size
 from hf_memmix.conversion.families import attention_module, attention_prefix
+from hf_memmix.conversion.far_attention import check_far
 from hf_memmix.conversion.limits import check_length, check_vocabularies
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.model_files import check_converted, check_transformer
@@ -32,7 +34,12 @@ from hf_memmix.training.groups import freeze_by_rate, refuse_shared
 from hf_memmix.training.recipe import Recipe, load_recipe, shortened_warmup
 from hf_memmix.training.run_identity import find_checkpoint, identity_of
 from hf_memmix.training.run_lock import run_lock
-from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher, StudentTeacher
+from hf_memmix.training.student_teacher import (
+    AlignStudentTeacher,
+    DistillStudentTeacher,
+    StudentTeacher,
+    far_windows,
+)
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
 from hf_memmix.training.trainer_arguments import check_packages, training_arguments, uses_bf16
@@ -189,7 +196,8 @@ def make_pair(
     student.requires_grad_(True)
     if recipe.stage == "align":
         layers = recipe.layer_slice(student.config.memory_layers, student.config.num_hidden_layers)
-        return AlignStudentTeacher(student, teacher, layers, bf16, recipe.gradient_checkpointing)
+        far = {"far_weight": recipe.far_weight, "far_window": recipe.far_window}
+        return AlignStudentTeacher(student, teacher, layers, bf16, recipe.gradient_checkpointing, **far)
     if recipe.teacher in ("shared", "lora"):
         if sharding := os.environ.get("ACCELERATE_USE_FSDP") or os.environ.get("ACCELERATE_USE_DEEPSPEED"):
             raise UserError(
@@ -234,6 +242,8 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
     if not student.config.memory_layers:
         raise UserError("the student has no memory layer to train; convert it with fewer kept layers")
     _check_lengths(student, data)
+    if recipe.far_weight:
+        _check_far(student, teacher, recipe)
     check_finite_weights(student, "the student")
     if teacher is not None:
         check_transformer(teacher.config.to_dict())
@@ -241,6 +251,20 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
         check_vocabularies(student, teacher)
         check_length(teacher, "teacher", recipe.block_size, "block_size", "give a smaller block")
     data.check_vocabulary(student.config.vocab_size)
+
+
+def _check_far(student: nn.Module, teacher: nn.Module, recipe: Recipe) -> None:
+    layers = recipe.layer_slice(student.config.memory_layers, student.config.num_hidden_layers)
+    windows = far_windows(student, layers, recipe.far_window)
+    if min(windows.values()) >= recipe.block_size:
+        raise UserError(
+            f"far_weight is {recipe.far_weight:g}, but no token of a block of {recipe.block_size} lies outside a"
+            f" window of {min(windows.values())}; give a larger block_size or a smaller far_window"
+        )
+    if tensor_parallel_size(teacher.config) > 1:
+        raise UserError("far_weight needs all heads of the teacher, which tensor parallelism divides; set it to 0")
+    for layer in layers:
+        check_far(attention_module(teacher, layer))
 
 
 def _check_lengths(student: nn.Module, data) -> None:

@@ -85,6 +85,8 @@ def test_groups_reach_the_weights(student, tmp_path):
         ({"stage": "align", "teacher": "lora"}, "align reads the teacher's attention"),
         ({"stage": "distill", "teacher": "shared"}, "set it to 0.0"),
         ({"stage": "distill", "layers": "0-1"}, "only align trains a part"),
+        ({"stage": "distill", "far_weight": 1.0}, "far_weight is 1, but only align compares attentions"),
+        ({"far_window": 64}, "far_window is 64, but far_weight is 0"),
         ({"stage": "distill", "quantize": "3bit"}, "quantize is '3bit'; .* none, 4bit, 8bit"),
         ({"stage": "distill", "quantize": "4bit"}, "quantize is '4bit'.* teacher to lora"),
         ({"stage": "distill", "lora_mixers": True, "teacher": "copy"}, "lora_mixers is True.* LoRA"),

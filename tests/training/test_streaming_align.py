@@ -61,7 +61,7 @@ def names_in(folder):
     ("pair", "extra"),
     [
         ({}, {"steps": 6}),
-        ({"keep": [0], "local_window": 4}, {"steps": 3}),
+        ({"keep": [0], "local_window": 4}, {"steps": 3, "far_weight": 2.0}),
         # several passes, sliding windows
         ({"family": "gemma3_text", "mixer": "mamba2", "keep": [1]}, {"steps": 12, "gradient_accumulation": 2}),
         ({"family": "qwen3", "mixer": "coffee"}, {"steps": 4, "layers": "1"}),
@@ -253,6 +253,8 @@ def test_what_does_not_fit_is_refused(copied):
     for changes, message in (
         ({"student": copied / "teacher"}, "plain 'llama' model"),
         ({"block_size": 512}, "blocks of 16 tokens, but block_size of the recipe is 512"),
+        ({"far_weight": 1.0}, "far_window is 0, but layers .* set far_window"),
+        ({"far_weight": 1.0, "far_window": 16}, "no token of a block of 16 lies outside a window of 16"),
         ({"layers": "7"}, "names layers 7, but there are layers 0 to 2"),
         ({"recipe": "distill"}, "recipe 'distill' is for distill"),
         ({"groups": [{"match": r"layers\.1\.", "learning_rate": 0.0}]}, "every learning rate of layer 1 is 0"),

@@ -46,8 +46,9 @@ class StreamedAlign(AlignStudentTeacher):
         num_layers: int,
         bf16: bool,
         checkpointing: bool,
+        **far,
     ):
-        super().__init__(student, teacher.model, [layer], bf16, checkpointing)
+        super().__init__(student, teacher.model, [layer], bf16, checkpointing, **far)
         self.streamed, self.hidden, self.num_layers = teacher, hidden, num_layers
 
     def place_teacher(self, device: torch.device) -> None:
@@ -134,7 +135,8 @@ def train_mixer(
     """
     bf16 = uses_bf16(recipe)
     with one_process():
-        pair = StreamedAlign(student, teacher, layer, hidden, num_layers, bf16, recipe.gradient_checkpointing)
+        far = {"far_weight": recipe.far_weight, "far_window": recipe.far_window}
+        pair = StreamedAlign(student, teacher, layer, hidden, num_layers, bf16, recipe.gradient_checkpointing, **far)
         rates = freeze_by_rate(student, recipe)
         trainer = _trainer(pair, rows.with_places(), recipe, folder, rates)
         if report is not None:

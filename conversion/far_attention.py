@@ -1,0 +1,103 @@
+"""How much of the output of an attention comes from outside a window.
+
+    share_t = |sum_{s <= t - window} p_ts v_s|^2 / |sum_s p_ts v_s|^2
+
+p are the weights of the whole attention, and a vector has the channels of all heads. A token whose attention reads
+only the last `window` tokens has the share 0.
+
+Shapes: B batch, H query heads, Hk key/value heads, T tokens, D head size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hf_memmix._transformers import attention_computed_by, attention_implementation
+from hf_memmix.errors import UserError
+
+ROWS = 128  # queries at a time: their scores with all keys are in memory
+WITH_MASKS = ("sdpa", "eager")
+
+
+@torch.no_grad()
+def shares_from_outside(attention: nn.Module, args: tuple, kwargs: dict, window: int) -> Tensor:
+    """The share [B, T] in fp32 of each token, of one attention of a transformer. It costs one more attention.
+
+    args, kwargs: what the attention was called with, without a cache.
+
+    Raises:
+        UserError: the family computes its attention by itself, and not by transformers' attention functions, or the
+            implementation has no masks.
+    """
+    check_far(attention)
+    found = []
+
+    def compute(module, query, key, value, attention_mask, **options):
+        found.append(share_from_outside(query, key, value, attention_mask, window, **options))
+        return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    with attention_computed_by(attention.config, compute):
+        attention.forward(*args, **kwargs)
+    if not found:
+        raise UserError(
+            f"{type(attention).__name__} computes its attention by itself, so what it takes from outside a window is"
+            " not known; set far_weight to 0"
+        )
+    return found[0]
+
+
+def check_far(attention: nn.Module) -> None:
+    """Raise UserError if the attention of a transformer has no masks."""
+    found = attention_implementation(getattr(attention, "config", None))
+    if found not in WITH_MASKS:
+        raise UserError(
+            f"far_weight reads the masks of the teacher's attention, which {found!r} does not have; load the teacher"
+            " with attn_implementation sdpa, or set far_weight to 0"
+        )
+
+
+def share_from_outside(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_,
+) -> Tensor:
+    """The share [B, T] from q [B, H, T, D], k and v [B, Hk, T, D], which are rotated.
+
+    Args:
+        mask: [B or 1, H or 1, T, T], boolean (true is visible) or added to the scores; None: causal.
+        scaling: factor of the scores; None is D^-1/2.
+        softcap, s_aux, position_bias: as transformers' attention functions take them: a cap of the scores, logits [H]
+            of sinks, and a bias of the scores.
+    """
+    heads, length = query.shape[1:3]
+    key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    places = torch.arange(length, device=query.device)
+    shares = []
+    for rows in places.split(ROWS):
+        first, seen = int(rows[0]), int(rows[-1]) + 1
+        ages = rows[:, None] - places[:seen]
+        scores = (query[:, :, first:seen] @ key[:, :, :seen].mT).float() * scaling
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        for bias in (mask, position_bias):
+            if bias is not None:
+                part = bias[..., first:seen, :seen]
+                scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
+        scores = scores.masked_fill(ages < 0, -torch.inf)
+        if s_aux is not None:
+            sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :seen].to(value.dtype)
+        outside, whole = (
+            (part @ value[:, :, :seen]).float().square().sum((1, 3)) for part in (weights * (ages >= window), weights)
+        )
+        shares.append(outside / whole.clamp_min(1e-12))
+    return torch.cat(shares, 1).clamp_max(1)

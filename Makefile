@@ -5,6 +5,7 @@
 #   make test-all                   also every mixer with every decoder family in every layout
 #   make test-processors            comparisons of numbers as older processors compute them
 #   make serve-test                 models served by vLLM on a CPU, in its own venv, .venv-vllm
+#   make canary                     a table of what the newest libraries have moved; own venv; PRE=1, TORCH=newest: also those
 #   make lint                       ruff check and ruff format --check
 #   make bench                      the kernels on this machine's NVIDIA GPU
 #   make card                       figures.json, and the figures of all pages, from the committed results
@@ -35,10 +36,10 @@ test test-all test-processors serve-test lab-test lab-smoke demo: export TOKENIZ
 # every process, also those that tests start, would compile all modules and tests again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-processors serve-test lab-test lab-smoke lint bench card clean
+.PHONY: help demo test test-all test-processors serve-test lab-test lab-smoke lint bench card canary clean
 
 help:
-	@sed -n '2,13s/^# *//p' Makefile
+	@sed -n '2,14s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)$(TORCH)
@@ -71,6 +72,12 @@ $(SERVE_VENV)/.installed-vllm: pyproject.toml setup.py constraints.txt .ci/venv 
 
 serve-test: $(SERVE_VENV)/.installed-vllm
 	$(SERVE_VENV)/bin/python -m pytest tests/serving $(PYTEST)
+
+CANARY_VENV := .venv-canary
+
+canary:
+	@[ -e $(CANARY_VENV)/.installed ] || .ci/venv $(CANARY_VENV)
+	@PRE=$(PRE) TORCH=$(TORCH) $(CANARY_VENV)/bin/python .ci/canary.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

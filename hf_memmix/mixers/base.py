@@ -217,6 +217,10 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
         """The states that are not those of short convolutions, from S [B, H, K, V] of `piece_writes`."""
         raise NotImplementedError
 
+    def kept_for_backward(self) -> KeptBytes | None:
+        """`kept_bytes`, with what the options of this layer add."""
+        return self.kept_bytes
+
     def check_split(self):
         """Raise ValueError if the layer cannot compute a sequence that is split over several processes."""
 

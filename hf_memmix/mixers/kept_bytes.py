@@ -1,6 +1,6 @@
 """What a mixer keeps in memory for the backward pass. `memmix plan` computes the memory of a training from it."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class KeptBytes:
     queries: float = 0
     keys: float = 0
     heads: float = 0
+
+    def __add__(self, other: "KeptBytes") -> "KeptBytes":
+        return KeptBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def per_token(self, hidden: int, queries: int, keys: int, heads: int) -> float:
         """The bytes for a layer of these widths."""

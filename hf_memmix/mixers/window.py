@@ -160,6 +160,11 @@ class WindowMixer(MemoryMixer):
         y = y.flatten(2)
         return self.o_proj(y * (2 * self.g_proj(x).sigmoid()) if self.plain["output_gate"] else y)
 
+    def kept_for_backward(self):
+        # the gate reads the input; kept are its sigmoid, twice that, and the product with y
+        gate = KeptBytes(1, queries=6) if self.options.output_gate else KeptBytes(0)
+        return self.kept_bytes + gate
+
     def state_shapes(self, batch, dtype=torch.float32):
         sizes = self.plain["window"], self.plain["sinks"]
         shapes = window_state_shapes(batch, self.kv_heads, self.head_dim, *sizes)

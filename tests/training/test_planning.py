@@ -16,6 +16,7 @@ from cli_runner import memmix, result_of
 from hf_memmix import memmix_config
 from hf_memmix.commands.plan import _hours
 from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.mixers import MIXERS
 from hf_memmix.training.groups import freeze_by_rate
@@ -120,6 +121,7 @@ COUNT = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import attention_module
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teachers import add_lora
 from hf_memmix.training.train import in_training_dtype
@@ -237,6 +239,36 @@ def test_every_layer_that_reads_the_input_keeps_it(kind):
         model = AutoModelForCausalLM.from_config(memmix_config(LlamaConfig(**shape), mixer_types=[kind]))
     layers = [m for m in model.model.layers[0].self_attn.modules() if isinstance(m, torch.nn.Linear)]
     assert MIXERS[kind].kept_bytes.inputs == sum(layer.in_features == 48 for layer in layers)
+
+
+def test_options_of_recipes_are_counted():
+    """Keys and values of its own for every head; a gate of a window, as autograd keeps it on the torch path."""
+    run, length = Settings("distill", length=1), 64
+    teacher = models("meta")[0]
+    plain, unshared, gated = (
+        Shapes.of(teacher, convert_model(teacher, kind, **options))
+        for kind, options in (
+            ("gka", {}), ("gka", {"unshare_kv_heads": True}), ("window", {"output_gate": True}),
+        )
+    )  # fmt: skip
+    added = plain.queries - plain.keys
+    assert layer_bytes(unshared, run) - layer_bytes(plain, run) == 10 * added > 0
+    kept = []
+    for options in ({}, {"output_gate": True}):
+        mixer = attention_module(convert_model(models()[0], "window", **options), 0).float()
+        x, found = torch.randn(1, length, plain.hidden, requires_grad=True), {}
+        angles = torch.ones(2, 1, length, plain.queries // plain.heads)
+
+        def keep(t, found=found):
+            if t.numel() % length == 0:  # no weight
+                found[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            mixer(x, position_embeddings=(*angles,))
+        kept.append(sum(t.untyped_storage().nbytes() for t in found.values()) / length)
+    ungated = Shapes.of(teacher, convert_model(teacher, "window"))
+    assert layer_bytes(gated, run) - layer_bytes(ungated, run) == kept[1] - kept[0]
 
 
 # ---- the choice

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION, MIXERS
 from hf_memmix.mixers.kept_bytes import KeptBytes
-from hf_memmix.training.planning.shapes import BESIDE, Shapes
+from hf_memmix.training.planning.shapes import BESIDE, Part, Shapes
 from hf_memmix.training.quantized import BYTES_PER_WEIGHT
 
 BF16, FP32 = 2, 4
@@ -107,9 +107,7 @@ def memory_of(shapes: Shapes, settings: Settings) -> Memory:
     Raises:
         ValueError: a mixer does not say what it keeps.
     """
-    if unknown := sorted(
-        kind for kinds in shapes.kinds for kind in kinds.split(BESIDE) if MIXERS[kind].kept_bytes is None
-    ):
+    if unknown := sorted(name for name, part in shapes.parts.items() if part.kept is None):
         raise UserError(f"the memory of {unknown[0]} in training is not known; declare kept_bytes in its class")
     return (_distill if settings.stage == "distill" else _align)(shapes, settings)
 
@@ -196,14 +194,14 @@ def _inside(s: Shapes, kind: str, run: Settings) -> float:
 
 
 def _of_one(s: Shapes, kind: str, run: Settings) -> float:
-    kept = OF_ATTENTION if kind == ATTENTION else MIXERS[kind].kept_bytes
-    copies = kept.inputs
+    part = Part(OF_ATTENTION, s.keys) if kind == ATTENTION else s.parts[kind]
+    kept, copies = part.kept, part.kept.inputs
     if run.lora:
         # the input is bf16: layers without a correction share it, each correction makes a copy
         steering = len(MIXERS[kind].steering_layers) if kind in MIXERS else 0
         corrected = kept.inputs - steering if run.lora_mixers or kind == ATTENTION else 0
         copies = corrected + bool(kept.inputs - corrected)
-    return BF16 * copies * s.hidden + kept.per_token(s.hidden, s.queries, s.keys, s.heads)
+    return BF16 * copies * s.hidden + kept.per_token(s.hidden, s.queries, part.keys, s.heads)
 
 
 def layer_bytes(s: Shapes, run: Settings) -> float:

@@ -5,10 +5,20 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_memmix.conversion.families import attention_module, decoder_layers
+from hf_memmix.mixers import BesideWindow
+from hf_memmix.mixers.kept_bytes import KeptBytes
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.teachers import lora_names
 
 BESIDE = " + "  # in the kind of a layer that holds two mixers
+
+
+@dataclass(frozen=True)
+class Part:
+    """A mixer of the student: what it keeps for the backward pass, and the channels of its key/value heads."""
+
+    kept: KeptBytes | None
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,8 @@ class Shapes:
             experts is as wide as all experts of one token together.
         queries, keys: channels of all query heads and of all key/value heads.
         heads: number of query heads.
-        kinds: number of layers by mixer.
+        kinds: number of layers by mixer; by two names where a window stands beside a memory.
+        parts: the mixers by name.
     """
 
     student: int
@@ -55,6 +66,7 @@ class Shapes:
     keys: int
     heads: int
     kinds: dict[str, int]
+    parts: dict[str, Part]
 
     @classmethod
     def of(cls, teacher: nn.Module, student: nn.Module) -> "Shapes":
@@ -63,6 +75,10 @@ class Shapes:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         groups = getattr(config, "num_key_value_heads", None) or heads
+
+        def key_width(mixer) -> int:
+            return (heads if getattr(mixer.options, "unshare_kv_heads", False) else groups) * head_dim
+
         inputs, outputs = student.get_input_embeddings().weight, student.get_output_embeddings().weight
         tied = inputs is outputs or getattr(config, "tie_word_embeddings", False)
         outside, every = (
@@ -70,6 +86,7 @@ class Shapes:
         )
         inside = [layer for layer in every if all(layer is not other for other in outside)]
         mixers = list(memory_mixers(student).values())
+        parts = [part for m in mixers for part in ((m.memory, m.window) if isinstance(m, BesideWindow) else (m,))]
         kinds = [mixer.name + (BESIDE + "window" if mixer.options.local_window else "") for mixer in mixers]
         chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
         idle = [_idle(layer, chosen) for layer in decoder_layers(teacher)]
@@ -102,6 +119,7 @@ class Shapes:
             keys=groups * head_dim,
             heads=heads,
             kinds={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            parts={part.name: Part(part.kept_for_backward(), key_width(part)) for part in parts},
         )
 
 

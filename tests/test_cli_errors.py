@@ -59,7 +59,7 @@ def mistakes(tmp_path):
     }
 
 
-def defects(tmp_path):
+def defects():
     def lookup():
         return {}["key"]
 
@@ -78,16 +78,11 @@ def defects(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", [
-    "a value that we refuse", "a value that we refuse in a with block", "a value that fills books",
-    "a file that is not there",
-    "a folder that transformers cannot read", "a package that is missing", "memory",
-])  # fmt: skip
-def test_mistakes_of_a_user_are_one_line(name, tmp_path, capsys):
-    cause, message = mistakes(tmp_path)[name]
-    kind, told = outcome(cause, capsys)
-    assert kind == "line" and told.startswith("error:") and message in told and "Traceback" not in told
-    assert len(told) < 2200
+def test_mistakes_of_a_user_are_one_line(tmp_path, capsys):
+    for name, (cause, message) in mistakes(tmp_path).items():
+        kind, told = outcome(cause, capsys)
+        assert kind == "line" and told.startswith("error:") and message in told and "Traceback" not in told, name
+        assert len(told) < 2200, name
 
 
 def test_what_the_commands_reach_is_written_for_users():
@@ -105,13 +100,10 @@ def test_the_advice_to_install_works_in_a_checkout():
     assert advice.startswith(f"pip install '{Path(errors.__file__).parents[2]}[train,eval]'")
 
 
-@pytest.mark.parametrize("name", [
-    "a wrong conversion in our code", "a wrong shape", "a ValueError of torch", "a wrong type", "a missing key",
-    "a missing attribute", "a module of ours", "a wrong argument of from_pretrained",
-])  # fmt: skip
-def test_defects_keep_their_traceback(name, tmp_path, capsys):
-    kind, error = outcome(defects(tmp_path)[name], capsys)
-    assert kind == "defect" and error.__traceback__ is not None
+def test_defects_keep_their_traceback(capsys):
+    for name, cause in defects().items():
+        kind, error = outcome(cause, capsys)
+        assert kind == "defect" and error.__traceback__ is not None, name
 
 
 def test_a_reader_that_has_ended_is_no_mistake(monkeypatch, capsys):

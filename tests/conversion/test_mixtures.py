@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from cli_runner import SMALL, memmix, result_of
+from cli_runner import memmix, result_of
 from hf_memmix import RecurrentStateCache
 from hf_memmix.conversion import convert_model, load_model, mixer_types_of, save_student
 from hf_memmix.conversion.convert import convert_to_folder
@@ -19,11 +18,8 @@ from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.mixers import MIXERS
 from hf_memmix.models.echo import EchoConfig
 from hf_memmix.serving.footprint import Footprint
-from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.train import align, distill
 from testing import MIXERS as TINY
-from tiny_runs import changed, weights
-from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+from tiny_teachers import tiny_teacher, tiny_tokenizer
 
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 LAYERS = {"ska": [1], "attention": [0], "mamba2": "rest"}
@@ -157,22 +153,6 @@ def test_what_a_mixture_costs():
     assert found["counts"] == student.conversion_report.counts()
 
 
-@pytest.mark.product  # a whole command; its parts have tests
-def test_a_mixture_is_aligned_and_distilled(tmp_path):
-    teacher = tiny_teacher(layers=4)
-    student = convert_model(teacher, layers=LAYERS, mixers={"ska": {"chunk_size": 4}})
-    tokenizer = tiny_tokenizer()
-    ids = torch.tensor(tokenizer(tiny_text(1200), add_special_tokens=False)["input_ids"])
-    data, options = TokenBlocks(ids, 16), {"batch_size": 4, "block_size": 16, "trainer": {"disable_tqdm": True}}
-    before = weights(student)
-    for stage in (align, distill):
-        done = stage(student, teacher, data, tmp_path / stage.__name__, steps=12, learning_rate=3e-3, **options)
-        assert done["last_loss"] < done["first_loss"]
-        if stage is align:
-            moved = {name.split(".")[2] for name in changed(student, before)}
-            assert moved == {"1", "2", "3"}  # the mixers of both kinds, and nothing else
-
-
 def test_mixers_are_taken_from_several_trained_students(tmp_path):
     teacher = tiny_teacher(layers=4)
     trained = {kind: convert_model(teacher, kind, seed=3) for kind in ("ska", "mamba2")}
@@ -277,47 +257,20 @@ def test_what_a_plan_says_is_used_or_refused(tmp_path):
             read_plan(path, 4)
 
 
-# ---- the command line
-
-
-@pytest.fixture
-def workspace(tmp_path):
-    tiny_teacher("llama", layers=4).save_pretrained(tmp_path / "teacher")
-    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
-    (tmp_path / "text.txt").write_text(tiny_text(800))
-    return tmp_path
+# ---- the command line; test_mixer_search.py goes on with a mixture to its card
 
 
 @pytest.mark.product  # a whole command; its parts have tests
-def test_commands_with_a_mixture(workspace):
-    """convert, a dry run, align, report, card and generate."""
-    teacher, text = ["--teacher", workspace / "teacher"], ["--text", workspace / "text.txt"]
+def test_commands_with_a_mixture(tmp_path):
+    teacher = ["--teacher", tmp_path / "teacher"]
+    save_student(tiny_teacher("llama", layers=4), tmp_path / "teacher", tiny_tokenizer())
     layers = ["--layers", "ska=1 attention=0 mamba2=rest", "--option", "ska.rank=5", "--option", "ska.chunk_size=4"]
-    done = result_of(memmix("convert", *teacher, *layers, "--out", workspace / "s0", "--json"))
+    done = result_of(memmix("convert", *teacher, *layers, "--out", tmp_path / "s0", "--json"))
     assert done["layers"] == TYPES and done["kept"] == [0] and done["converted"] == [1, 2, 3]
-    config = json.loads((workspace / "s0" / "config.json").read_text())
+    config = json.loads((tmp_path / "s0" / "config.json").read_text())
     assert config["mixer_types"] == TYPES and config["mixers"]["ska"]["rank"] == 5
-    for_people = memmix("convert", *teacher, *layers, "--out", workspace / "s0", "--overwrite")
+    for_people = memmix("convert", *teacher, *layers, "--out", tmp_path / "s0", "--overwrite")
     assert "layers [1, 2, 3] converted to ska 1, mamba2 2-3, [0] kept" in for_people.stdout
     dry = memmix("convert", *teacher, *layers, "--dry-run")
     assert dry.exit_code == 0 and "3 become ska 1, mamba2 2-3, attention stays in [0]" in dry.stdout
     assert "\nska: " in dry.stdout and "\nmamba2: " in dry.stdout
-
-    pair = [*teacher, *text, "--json"]
-    aligned = memmix("align", "--student", workspace / "s0", "--out", workspace / "s1", *pair, *SMALL)
-    assert result_of(aligned)["steps"] == 3
-    report = memmix("report", "--student", workspace / "s1", *pair, "--block-size", "32", "--max-tokens", "200")
-    assert list(result_of(report)["layer_error"]) == ["1", "2", "3"]
-    (workspace / "report.json").write_text(report.stdout)
-    card = memmix("card", workspace / "s1", "--report", workspace / "report.json",
-                  "--base-model", "tiny/teacher", "--license", "mit")  # fmt: skip
-    assert card.exit_code == 0, card.output
-    text = (workspace / "s1" / "README.md").read_text()
-    assert "Spectral Koopman Attention" in text and "Mamba-2" in text and "remains in layer 0" in text
-    run = memmix("generate", "--model", workspace / "s1", "--prompt", "the cat", "--max-new-tokens", "3", "--json")
-    assert 1 <= result_of(run)["new_tokens"] <= 3
-
-    taken = ["--trained", workspace / "s1", "--out", workspace / "s2", "--json"]
-    assert result_of(memmix("convert", *teacher, *layers[:2], *taken))["layers"] == TYPES
-    tensors, source = (load_file(workspace / name / "model.safetensors") for name in ("s2", "s1"))
-    assert all(torch.equal(tensors[name], source[name]) for name in source)

@@ -113,14 +113,14 @@ def read_json(file: Path) -> dict:
         raise UserError(f"{str(file)!r} is not JSON ({error}); copy it again") from None
     except OSError as error:
         _refuse_unreadable(file, error)
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [part for part in level if isinstance(part, (dict, list))]
+        level = [part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer)]
+    if level:  # how deep `json` itself reads depends on the release of Python
+        _refuse_depth(file)
     if not isinstance(value, dict):
         raise UserError(f"{str(file)!r} holds no JSON object; copy it again")
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [part for part in level if isinstance(part, (dict, list))]
-    if level:
-        _refuse_depth(file)
     return value
 
 

@@ -234,6 +234,10 @@ class CachedBlocks(Dataset):
         """
         return " ".join(map(str, (self.data.fingerprint(), *(self.meta[name] for name in ("teacher", "k", "dtype")))))
 
+    def __getstate__(self) -> dict:
+        """A process that reads rows for the Trainer, and is not forked, opens the files itself."""
+        return vars(self) | {"_shards": {}}
+
     def __len__(self) -> int:
         return len(self.data)
 

@@ -131,7 +131,9 @@ def student_card(
         converted=len(kinds) - len(kept),
         layers=len(kinds),
         kept=f" Attention, with its growing cache, remains in layer {', '.join(map(str, kept))}." if kept else "",
-        mixers="\n".join(f"- {MIXERS[kind].summary or kind}." for kind in used),
+        mixers="\n".join(
+            f"- {MIXERS[kind].summary or kind}.{_beside(config.get('mixers', {}).get(kind, {}))}" for kind in used
+        ),
         tokens=f"{report['tokens']:,}",
         text=_named(report["text"]),
         block_size=report["block_size"],
@@ -218,6 +220,13 @@ def _recall(probes: dict | None) -> str:
         f"over {settings.get('gain_error_over', 'answers')}).\n\n"
         f"{markdown_table(head, rows)}\n"
     )
+
+
+def _beside(options: dict) -> str:
+    """What stands beside a memory with these options in its layers."""
+    if not (window := options.get("local_window")):
+        return ""
+    return f" In the same layers, exact attention reads the last {window} tokens, whose keys and values are cached."
 
 
 def _training(stages: list[dict] | None) -> str:

@@ -17,6 +17,7 @@ from hf_memmix.commands.layers import LayerChoices, LayerOptions
 from hf_memmix.errors import UserError
 
 LENGTH = 2048
+FAR = 3  # times as many parameters as the model: the hours of such a measured run are too few for it
 LONG = ("--length", "give a shorter one")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -46,8 +47,8 @@ def plan(args) -> None:
     """Say for each stage of a conversion whether it fits a GPU, with which settings, and how long it takes.
 
     Of the teacher only config.json is read. A temporary file of at most 256 MiB measures the disk. Memory is computed
-    from shapes. Hours are estimated from measured training runs of 1B and 8B models on the GPU that the last line
-    names.
+    from shapes. Hours are estimated from measured training runs, of which the nearest in size counts, on the GPU that
+    is named below them.
     """
     budget, count, length = _gpu_memory(args.gpu_memory), _tokens(args.tokens), args.length
     chosen = LayerChoices.of(args)
@@ -128,6 +129,12 @@ def _print(record: dict) -> None:
         f" {record['tokens']:,} tokens per stage, from runs on an {record['measured_on']}",
         highlight=False,
     )
+    if far := [row["stage"] for row in record["stages"] if (row["larger"] or 0) > FAR]:
+        out.print(
+            f"{'; '.join(far)}: more hours than that, because only models of more than {FAR} times the size were"
+            " measured, and a small one leaves a GPU partly idle",
+            highlight=False,
+        )
     if fitting := [row for row in record["stages"] if row["fits"]]:
         out.print("\nfields of the recipe:", highlight=False)
         for row in fitting:

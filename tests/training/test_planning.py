@@ -347,7 +347,7 @@ def test_speed_scales_with_parameters_mixers_and_gpus(monkeypatch):
     monkeypatch.setattr(speed, "measured", lambda: data)
     assert speed.speed_of("lora", 1e9, {"gka": 2}, True, 2048) is None
     plain = speed.speed_of("full", 2e9, {"gka": 2}, False, 2048)
-    assert (plain.tokens_s, plain.measured_run) == (pytest.approx(500), "a")
+    assert (plain.tokens_s, plain.measured_run, plain.larger) == (pytest.approx(500), "a", 0.5)
     assert speed.speed_of("full", 2e9, {"gka": 1, "ska": 1}, True, 2048).tokens_s == pytest.approx(400 / 0.75)
     assert speed.speed_of("full", 8e9, {"gka": 2}, False, 2048).tokens_s == pytest.approx(90 * 4 / 3)
     assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048, gpus=4).tokens_s == pytest.approx(4000 * 0.81)
@@ -385,6 +385,8 @@ def test_plan_prints_every_stage_and_the_measured_runs(folder):
     run = memmix(*given)
     assert run.exit_code == 0 and all(name in run.stdout for name, _, _ in STAGES)
     assert "  distill, QLoRA: batch_size: 8, block_size: 2048, teacher: lora" in run.stdout
+    # no run of so small a model was measured
+    assert "partly idle" in run.stdout and all(row["larger"] > 3 for row in record["stages"])
     assert "│ below 0.01" in run.stdout and "no stage fits" not in run.stdout
     assert all(len(line) <= 80 for line in run.stdout.splitlines() if line.startswith(("│", "┃")))
     hours = [_hours(value) for value in (None, 0.004, 0.021, 1.33, 1234.5)]

@@ -1,7 +1,7 @@
 """Hours of a training stage, from measured tokens per second.
 
-`measured.json` holds training steps of whole models of 1B and 8B parameters, which `collect.py` gathers from the
-committed measurements. The time per token of another model is that of the nearest measured size, times the ratio of
+`measured.json` holds training steps of whole models of several sizes, which `collect.py` gathers from the committed
+measurements. The time per token of another model is that of the nearest measured size, times the ratio of
 the parameters; of another mixer, times the ratio of its measured training step to that of gka. A run with gradient
 checkpointing is compared with one that has it, if there is one, and otherwise takes a third more: one more forward.
 Of several such runs, that with the nearest number of tokens in a forward counts: few tokens leave a GPU idle.
@@ -25,10 +25,13 @@ def measured() -> dict:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of all GPUs together, and the measured run from which it was computed."""
+    """Tokens per second of all GPUs together, the measured run from which it was computed, and the parameters of that
+    run over those of the model.
+    """
 
     tokens_s: float
     measured_run: str
+    larger: float
 
 
 def speed_of(
@@ -62,4 +65,4 @@ def speed_of(
     # two GPUs were measured; the same share is lost with each doubling
     share = data.get("two_gpus_stream", data["two_gpus"]) if kind == "align --stream" else data["two_gpus"]
     efficiency = share ** math.log2(gpus)
-    return Speed(gpus * efficiency / seconds, row["run"])
+    return Speed(gpus * efficiency / seconds, row["run"], row["parameters"] / parameters)

@@ -48,7 +48,7 @@ class Stage:
         need: bytes of GPU memory that the GPU must have, with the CUDA context and fragmentation.
         tokens_s, hours: estimated speed of all GPUs and time; None if nothing like it was measured, or if it does not
             fit.
-        measured_run: the measured run from which they were computed.
+        measured_run: the measured run from which they were computed; `larger`: its parameters over the teacher's.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Stage:
     tokens_s: float | None = None
     hours: float | None = None
     measured_run: str | None = None
+    larger: float | None = None
 
     def record(self) -> dict:
         """JSON values; `recipe` has the fields of the recipe that differ from its defaults."""
@@ -76,6 +77,7 @@ class Stage:
             "tokens_s": None if self.tokens_s is None else round(self.tokens_s),
             "hours": None if self.hours is None else round(self.hours, 4),
             "measured_run": self.measured_run,
+            "larger": None if self.larger is None else round(self.larger, 2),
         }
 
     def recipe(self) -> dict:
@@ -132,8 +134,7 @@ def _stage(name: str, kind: str, base: Settings, shapes: Shapes, budget: int, to
     else:
         return least
     speed = speed_of(kind, shapes.active, shapes.kinds, settings.checkpointing, settings.tokens, settings.gpus)
-    known = {} if speed is None else {"tokens_s": speed.tokens_s, "measured_run": speed.measured_run}
-    known |= {} if speed is None else {"hours": tokens / speed.tokens_s / 3600}
+    known = {} if speed is None else asdict(speed) | {"hours": tokens / speed.tokens_s / 3600}
     return Stage(name, True, settings, memory, need_of(memory), **known)
 
 

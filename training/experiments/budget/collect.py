@@ -7,7 +7,7 @@ import functools
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.records import write_json
-from hf_memmix.training.experiments.common.llamas import SHAPES
+from hf_memmix.training.experiments.common.llamas import SHAPES, SMALL
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.planning.memory import Settings, memory_of
 from hf_memmix.training.planning.shapes import Shapes
@@ -42,8 +42,8 @@ def collect() -> dict:
 
 @functools.cache
 def _shapes(name: str) -> Shapes:
-    """The shapes of a Llama size of `SHAPES` with gka in every layer."""
-    (teacher,) = (shape.model() for shape in SHAPES if shape.name == name)
+    """The shapes of a Llama of this name with gka in every layer."""
+    (teacher,) = (shape.model() for shape in (SMALL, *SHAPES) if shape.name == name)
     return Shapes.of(teacher, convert_model(teacher, "gka"))
 
 

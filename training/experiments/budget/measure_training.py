@@ -1,4 +1,4 @@
-"""Measures memory and speed of training steps of a 1B and an 8B shape, beside what `memmix plan` computes for them.
+"""Measures memory and speed of training steps of shapes of 135M, 1B and 8B, beside what `memmix plan` computes.
 
     python training/experiments/budget/measure_training.py --out training/experiments/budget/results/training_h200.json
 
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES
+from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, SMALL
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups
 from hf_memmix.training.planning.memory import Settings, memory_of
 from hf_memmix.training.planning.shapes import Shapes
@@ -34,10 +34,13 @@ from hf_memmix.training.train import in_training_dtype, make_pair
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
-SIZES = {"1.2B": DISTILLED.fields, "8.0B": SHAPES[-1].fields, "tiny": TINY}
+SIZES = {"135M": SMALL.fields, "1.2B": DISTILLED.fields, "8.0B": SHAPES[-1].fields, "tiny": TINY}
 LORA = {"teacher": "lora", "lora_mixers": True, "checkpointing": True}
 # name of the row, size, settings
 RUNS = (
+    ("135M full", "135M", Settings("distill", rows=8, length=2048)),
+    ("135M LoRA", "135M", Settings("distill", rows=8, length=2048, **LORA)),
+    ("135M align", "135M", Settings("align", rows=8, length=2048)),
     ("1B full", "1.2B", Settings("distill", rows=4, length=2048)),
     ("1B full, checkpointing", "1.2B", Settings("distill", rows=4, length=2048, checkpointing=True)),
     ("1B LoRA", "1.2B", Settings("distill", rows=4, length=2048, **LORA)),

@@ -39,5 +39,9 @@ def _shape(name: str, hidden: int, layers: int, heads: int, head: int, inner: in
 # the model of kernels/benchmarks/benchmark_model.py, and that of experiments/several_gpus
 TIMED = _shape("1.0B", 2048, 16, 32, 64, 8192, True, vocab_size=32000)
 DISTILLED = _shape("1.2B", 2048, 16, 32, 64, 8192, True)
+# the shape of SmolLM2-135M: so small a model leaves a GPU partly idle
+SMALL = _shape(
+    "135M", 576, 30, 9, 64, 1536, True, num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192
+)
 # shapes of the Llama 3 family
 SHAPES = (DISTILLED, _shape("3.2B", 3072, 28, 24, 128, 8192, True), _shape("8.0B", 4096, 32, 32, 128, 14336, False))

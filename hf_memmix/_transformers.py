@@ -137,7 +137,7 @@ IDLE_FIELDS = (
 
 # ---- tables
 
-_OURS = "hf_memmix."  # begins the keys of our own classes in a table of the library
+_OURS = ("hf_memmix.", "memmix")  # begin the keys of our own classes in a table of the library
 
 
 def model_class_of(config_class: type, auto_class: type = AutoModelForCausalLM) -> type | None:
@@ -153,8 +153,14 @@ def native_class_names(auto_class: type) -> dict[str, str]:
 
 
 def list_as_language_model(model_class: type):
-    """Under `label_smoothing_factor` the Trainer shifts the labels for the class names in this table only."""
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_OURS + model_class.__name__] = model_class.__name__
+    """List a class under its own name and under its model type.
+
+    Under `label_smoothing_factor` the Trainer shifts the labels for the class names in this table only, and lm_eval
+    warns that a model type is no language model if the table does not have it.
+    """
+    name = model_class.__name__
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_OURS[0] + name] = name
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(model_class.config_class.model_type, name)
 
 
 def copy_tensor_renames(native: type, model_type: str, model_class: type):

@@ -95,6 +95,6 @@ def test_the_harness_scores_a_local_task(site, tmp_path):
     arguments = ["--model", "hf", "--model_args", f"pretrained={asset_path('tiny_gka')}", "--device", "cpu"]
     arguments += ["--include_path", str(tmp_path), "--tasks", "memmix_local", "--output_path", str(tmp_path / "out")]
     done = run(["lm_eval", *arguments], site)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "neither marked as CausalLM" not in done.stderr, done.stderr
     (result,) = (tmp_path / "out").rglob("results*.json")
     assert json.loads(result.read_text())["results"]["memmix_local"]["acc,none"] == 1.0

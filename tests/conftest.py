@@ -63,3 +63,25 @@ def seeded():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def probes():
+    """What probes of recall are made from, of the bundled transformer's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from hf_memmix.assets import asset_path
+    from hf_memmix.training.evaluation.probes import Material
+
+    text = asset_path("heldout.txt").read_text(encoding="utf-8")[:60_000]
+    return Material(AutoTokenizer.from_pretrained(asset_path("tiny_teacher")), text)
+
+
+@pytest.fixture(scope="module")
+def material(probes):
+    """What drills of recall are made from."""
+    from hf_memmix.assets import asset_path
+    from hf_memmix.training.data import tokenize_files
+    from hf_memmix.training.drills import DrillMaterial
+
+    return DrillMaterial(probes.tokenizer, tokenize_files(asset_path("dev.txt"), probes.tokenizer).numpy(), probes)

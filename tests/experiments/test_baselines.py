@@ -2,24 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from hf_memmix import memmix_config
 from hf_memmix.mixers import GKAOptions
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.baselines import GLAOptions
+from testing import backbone_config
 
 
 def model(mixer: str, **options):
-    backbone = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    backbone = backbone_config("llama", vocab_size=64, num_hidden_layers=2)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(memmix_config(backbone, mixer_types=[mixer] * 2, mixers={mixer: options}))
 

@@ -6,7 +6,6 @@ import json
 import math
 import time
 
-import numpy
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from hf_memmix.training.experiments.common.fit import (
     model_of,
     parameter_count,
 )
-from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
+from hf_memmix.training.experiments.common.text import Windows, measured_tokens
 from hf_memmix.training.experiments.lattice import language as lattice_language
 
 SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "batch_tokens": 64, "tokens": 128, "deadline": math.inf}
@@ -97,18 +96,8 @@ def test_windows_are_the_same_for_all_and_cover_the_text_once_an_epoch():
         Windows(tokens, 300, 4, seed=0)
 
 
-@pytest.fixture
-def text(tmp_path, monkeypatch):
-    """A stream that is short and easy, as an array; dev and held-out text are its continuation."""
-    path = tmp_path / "text.npy"
-    numpy.save(path, (numpy.arange(2000) % 50).astype(numpy.uint16))
-    monkeypatch.setattr(fit, "measured_tokens", lambda name: torch.arange(200) % 50)
-    train_tokens.cache_clear()
-    return path
-
-
-def test_language_row(tmp_path, text):
-    args = arguments(tmp_path, text=text, tokens=64 * 60)
+def test_language_row(tmp_path, easy_text):
+    args = arguments(tmp_path, text=easy_text, tokens=64 * 60)
     row = {"model": "dec", "context": 16, "lr": 1e-2, "seed": 0}
     result = lattice_language.run(row, args)
     assert result["perplexity"] == math.exp(result["heldout_loss"]) and result["heldout_loss"] < 5
@@ -119,30 +108,12 @@ def test_language_row(tmp_path, text):
         lattice_language.run(row, argparse.Namespace(**{**vars(args), "deadline": time.time() - 1}))
 
 
-def test_a_warm_up_is_as_long_as_asked(tmp_path):
-    """A rate that grows in all of 40 steps moves the weights less than one that grows in two."""
-    moved = [distance_moved(tmp_path, warmup) for warmup in (None, 40)]
-    assert moved[1] < 0.8 * moved[0]
-
-
-def distance_moved(tmp_path, warmup_steps):
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(4, 4)
-    before, x = layer.weight.detach().clone(), torch.ones(2, 4)
-
-    def loss_of(x):
-        return layer(x).square().mean()
-
-    fit.fit(layer, loss_of, 40, 1e-3, arguments(tmp_path), lambda step: (x,), warmup_steps=warmup_steps)
-    return (layer.weight.detach() - before).abs().sum()
-
-
 def test_bundled_text_is_what_is_measured():
     assert len(measured_tokens("dev")) > 100_000 and int(measured_tokens("heldout").max()) < 4096
 
 
-def test_the_rate_is_held_and_then_falls():
-    """Warm-up over a twentieth, the full rate up to `hold`, at the end a tenth: by the steps of a parameter."""
+def rates_of(**options):
+    """The rates of 200 steps as parts of the given one, by the steps of a parameter."""
     args, x = argparse.Namespace(deadline=math.inf), torch.nn.Parameter(torch.zeros(1))
     model = torch.nn.ParameterList([x])
     seen = []
@@ -151,10 +122,17 @@ def test_the_rate_is_held_and_then_falls():
         seen.append(x.item())
         return x.sum() + 1
 
-    fit.fit(model, loss, 200, 1e-3, args, lambda step: (), constant_rate_share=0.6)
-    steps = -torch.tensor(seen).diff() / 1e-3
-    torch.testing.assert_close(steps[10:119], torch.ones(109), rtol=1e-2, atol=0)
-    assert steps[0] < 0.2 and steps[-1] < 0.11 and (steps[121:].diff() < 0).all()
+    fit.fit(model, loss, 200, 1e-3, args, lambda step: (), **options)
+    return -torch.tensor(seen).diff() / 1e-3
+
+
+def test_the_rate_is_held_and_then_falls():
+    """Warm-up over a twentieth or as long as asked, the full rate up to `hold`, at the end a tenth."""
+    rates = rates_of(constant_rate_share=0.6)
+    torch.testing.assert_close(rates[10:119], torch.ones(109), rtol=1e-2, atol=0)
+    assert rates[0] < 0.2 and rates[-1] < 0.11 and (rates[121:].diff() < 0).all()
+    slow = rates_of(constant_rate_share=0.6, warmup_steps=40)
+    torch.testing.assert_close(slow[:40], torch.arange(1, 41) / 40, rtol=1e-2, atol=0)
 
 
 def test_training_ends_when_the_loss_is_small():

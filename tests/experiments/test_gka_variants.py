@@ -4,14 +4,11 @@ import argparse
 import functools
 import math
 
-import numpy
 import pytest
 import torch
 
 from hf_memmix.swap import memory_mixers
-from hf_memmix.training.experiments.common import fit
 from hf_memmix.training.experiments.common.fit import build
-from hf_memmix.training.experiments.common.text import train_tokens
 from hf_memmix.training.experiments.gka import variants
 from hf_memmix.training.experiments.gka.variants import TASKS, VARIANTS, Task, rows_to_run, sizes_of
 
@@ -22,13 +19,10 @@ SETTINGS = {
 
 
 @pytest.fixture
-def args(tmp_path, monkeypatch):
-    numpy.save(tmp_path / "text.npy", (numpy.arange(2000) % 50).astype(numpy.uint16))
-    monkeypatch.setattr(fit, "measured_tokens", lambda name: torch.arange(200) % 50)
-    train_tokens.cache_clear()
+def args(easy_text, monkeypatch):
     for name in TASKS:
         monkeypatch.setitem(TASKS, name, Task(hidden_size=32, layers=1, heads=2, lr=3e-3))
-    return argparse.Namespace(**SETTINGS, text=tmp_path / "text.npy")
+    return argparse.Namespace(**SETTINGS, text=easy_text)
 
 
 @functools.cache

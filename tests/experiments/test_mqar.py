@@ -16,6 +16,7 @@ def test_layout():
     recall = draw(random_non_queries=False)
     ids, positions, values = recall.ids, recall.positions, recall.values
     keys = ids[:, : 2 * PAIRS : 2]
+    assert torch.equal(draw(3).ids, draw(3).ids) and not torch.equal(draw(3).ids, draw(4).ids)
     assert ids.shape == (BATCH, LENGTH) and positions.shape == values.shape == (BATCH, PAIRS)
     assert ((keys >= 1) & (keys < VOCAB // 2)).all()
     assert torch.equal(ids[:, 1 : 2 * PAIRS : 2], values) and ((values >= VOCAB // 2) & (values < VOCAB)).all()
@@ -45,11 +46,6 @@ def test_first_pairs_are_drawn_first():
     assert slots[:, 0].float().mean() < slots[:, -1].float().mean() - 5
     full = draw_recall(8, 64, 16, torch.Generator().manual_seed(0)).positions
     assert torch.equal(full.sort(-1).values, torch.arange(32, 64, 2).expand(8, -1))
-
-
-def test_seed_decides():
-    assert torch.equal(draw(3).ids, draw(3).ids)
-    assert not torch.equal(draw(3).ids, draw(4).ids)
 
 
 @pytest.mark.parametrize(

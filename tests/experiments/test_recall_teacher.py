@@ -7,35 +7,17 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
-from hf_memmix.training import drills
-from hf_memmix.training.data import tokenize_files
-from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.experiments.bundled import drill_batches
 from hf_memmix.training.experiments.bundled.language_model import without_masks
 from hf_memmix.training.experiments.bundled.muon import orthogonal
 from hf_memmix.training.experiments.common.fit import fit
 from hf_memmix.training.experiments.recall_teacher import grid, probing, raised, students, teacher, texts
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
-
-
-@pytest.fixture(scope="module")
-def probes(tokenizer):
-    return Material(tokenizer, asset_path("heldout.txt").read_text(encoding="utf-8")[:60_000])
-
-
-@pytest.fixture(scope="module")
-def material(tokenizer, probes):
-    return drills.DrillMaterial(tokenizer, tokenize_files(asset_path("dev.txt"), tokenizer).numpy(), probes)
+from tiny_runs import changed, weights
 
 
 def test_a_batch_is_half_text_and_half_drills(material):
@@ -165,10 +147,6 @@ def test_a_mixture_waits_for_the_mixers_of_its_seed_and_spends_the_bytes_of_one(
     assert set(found["echo"]) == {"mamba2", "ska"}
 
 
-def changed(before: dict, after: dict) -> set[str]:
-    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-
-
 def test_align_trains_mixers_and_distill_trains_all_with_their_own_rates(tiny, tmp_path, monkeypatch):
     ids = torch.randint(100, 2000, (4, 96), generator=torch.Generator().manual_seed(0))
     numpy.save(tmp_path / "rows.npy", ids.numpy().astype(numpy.uint16))
@@ -184,14 +162,14 @@ def test_align_trains_mixers_and_distill_trains_all_with_their_own_rates(tiny, t
     monkeypatch.setattr(grid, "fit", lambda *given, **options: seen.append(options) or fit(*given, **options))
     student = convert_model(tiny, layers={"gka": [0, 5], "attention": "rest"})
     mixers = {name for name in student.state_dict() if any(f"layers.{layer}.self_attn" in name for layer in (0, 5))}
-    start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    start = weights(student)
     losses = dict(grid.trained(student, tiny, "align", 0, args)["curve"])
     assert losses[5] < losses[1] and losses[6] < losses[2]  # the same rows: a step takes two of four
-    aligned = {name: tensor.clone() for name, tensor in student.state_dict().items()}
-    assert changed(start, aligned) and changed(start, aligned) <= mixers
+    aligned, moved = weights(student), changed(student, start)
+    assert moved and moved <= mixers
     losses = dict(grid.trained(student, tiny, "distill", 0, args)["curve"])
     assert losses[5] < losses[1] and losses[6] < losses[2]
-    assert changed(aligned, student.state_dict()) - mixers
+    assert changed(student, aligned) - mixers
     rates = [[group["lr"] for group in options["groups"]] for options in seen]
     assert rates == [[grid.RATES["align"]["learning_rate"]], list(grid.RATES["distill"].values())]
     assert [sum(p.numel() for p in group["params"]) for group in seen[1]["groups"]] == [

@@ -3,27 +3,8 @@
 import random
 
 import pytest
-from transformers import AutoTokenizer
 
-from hf_memmix.assets import asset_path
 from hf_memmix.training import drills
-from hf_memmix.training.data import tokenize_files
-from hf_memmix.training.evaluation.probes import Material
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
-
-
-@pytest.fixture(scope="module")
-def probes(tokenizer):
-    return Material(tokenizer, asset_path("heldout.txt").read_text(encoding="utf-8")[:60_000])
-
-
-@pytest.fixture(scope="module")
-def material(tokenizer, probes):
-    return drills.DrillMaterial(tokenizer, tokenize_files(asset_path("dev.txt"), tokenizer).numpy(), probes)
 
 
 def test_drills_and_probes_have_no_first_token_of_a_key_or_value_in_common(material, probes):

@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    ROPE_INIT_FUNCTIONS,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,7 +22,6 @@ from transformers import (
 
 from hf_memmix._transformers import (
     ACT2FN,
-    ROPE_INIT_FUNCTIONS,
     load_generation_config,
     loaded_in_fp32,
     model_class_of,

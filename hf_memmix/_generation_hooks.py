@@ -15,7 +15,6 @@ from transformers import GenerationMixin
 # the masks that generate() makes before each step of a static cache
 from transformers.masking_utils import create_masks_for_generate
 
-from ._transformers import is_given_by_user
 from .given_cache import cache_among
 from .versions import moved
 
@@ -64,7 +63,9 @@ def check_generate():
         raise moved(f"prepare_inputs_for_generation has no argument {min(missing)!r}")
 
 
-# the names of the methods below that the running generate() has called; None outside of it
+# the names of the methods below that the running generate() has called, and GIVEN if it has got a cache, which then
+# outlives it; None outside of it
+GIVEN = "a cache"
 _called: ContextVar[set[str] | None] = ContextVar("called", default=None)
 
 
@@ -148,6 +149,8 @@ class GenerationHooks:
         """The library puts the cache into `model_kwargs`."""
         _note("_prepare_cache_for_generation")
         given = cache_among(model_kwargs, (CACHE,)) is not None
+        if given:
+            _note(GIVEN)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
         )
@@ -179,7 +182,7 @@ class GenerationHooks:
         """Greedy search and sampling; the criteria are called after every token."""
         _note("_sample")
         cache = cache_among(kwargs, (CACHE,))
-        outlives = generation_config.return_dict_in_generate or is_given_by_user(cache)
+        outlives = generation_config.return_dict_in_generate or GIVEN in (_called.get() or ())
         with self.sampling(cache, len(input_ids), stopping_criteria, outlives) as criteria:
             return super()._sample(input_ids, logits_processor, criteria, generation_config, **kwargs)
 

@@ -16,6 +16,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AttentionInterface,
     AutoModel,
     AutoModelForCausalLM,
@@ -24,7 +30,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-# names of activation functions and types of rotary embeddings, for clear errors about unknown ones
+# names of activation functions, for clear errors about unknown ones
 from transformers.activations import ACT2FN
 
 # renames and merges of checkpoint tensors, which the library finds by the name of the model class
@@ -36,26 +42,16 @@ from transformers.conversion_mapping import (
 
 # the names and shapes under which `save_pretrained` writes the tensors of a model, and the way back for some of them
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
-
-# a module whose forward `gradient_checkpointing_enable` recomputes in backward
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
-# the library's models: configuration class by model type, model class by configuration class, and tables of class
-# names, which can be read without loading modelling code
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+# class names of the library's models by model type, which can be read without loading modelling code
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING,
     MODEL_MAPPING_NAMES,
 )
 
@@ -66,16 +62,13 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 # also the imported names that other modules use
 __all__ = [
     "ACT2FN",
-    "CONFIG_MAPPING",
     "CONFIG_MAPPING_NAMES",
     "IDLE_FIELDS",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
-    "ROPE_INIT_FUNCTIONS",
     "ConstructionHooks",
     "DistributionHooks",
-    "GradientCheckpointingLayer",
     "ImageModelHooks",
     "OwnModules",
     "attention_computed_by",
@@ -87,7 +80,6 @@ __all__ = [
     "fill_one",
     "fp32_patterns_of",
     "ignored_when_loading",
-    "is_given_by_user",
     "keep_in_fp32",
     "load_generation_config",
     "load_under_other_names",
@@ -96,7 +88,6 @@ __all__ = [
     "name_in_plan",
     "native_class",
     "native_class_names",
-    "order_prefetch",
     "same_forward",
     "saved_tensors",
     "stores_under_other_names",
@@ -277,45 +268,6 @@ def attention_computed_by(config, function):
         yield
     finally:
         config._attn_implementation = before
-
-
-def is_given_by_user(cache) -> bool:
-    """Whether generate() was called with this cache, which then outlives the call."""
-    return getattr(cache, "_is_user_defined", False)
-
-
-class _OrderedStream:
-    """The stream on which an offloaded cache brings keys and values back, with what the library does not wait for.
-
-    transformers 5.17 reads them from the CPU while the copy to it may still be on its way; newer releases wait. If
-    only one layer is offloaded, no release waits until it has come back, although that layer needs it at once.
-    """
-
-    def __init__(self, stream, one_layer: bool):
-        self.stream, self.one_layer = stream, one_layer
-
-    def __enter__(self):
-        self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
-        return self.stream.__enter__()
-
-    def __exit__(self, *error):
-        self.stream.__exit__(*error)
-        if self.one_layer:
-            torch.cuda.default_stream(self.stream.device).wait_stream(self.stream)
-
-    def record_event(self, *args):
-        return self.stream.record_event(*args)
-
-    def wait_stream(self, stream):
-        self.stream.wait_stream(stream)
-
-
-def order_prefetch(cache, layers: list):
-    """Let an offloaded cache (`offloading=True`) use keys and values of its `layers` only when they have arrived."""
-    stream = getattr(cache, "prefetch_stream", None)
-    if stream is not None and not isinstance(stream, _OrderedStream):
-        offloaded = [layer for layer in layers if not (cache.only_non_sliding and layer.is_sliding)]
-        cache.prefetch_stream = _OrderedStream(stream, len(offloaded) == 1)
 
 
 @contextmanager

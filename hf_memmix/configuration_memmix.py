@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, ROPE_INIT_FUNCTIONS, AutoConfig, PreTrainedConfig
 
 from ._transformers import (
     ACT2FN,
-    CONFIG_MAPPING,
     CONFIG_MAPPING_NAMES,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
     NAME_OF_WEIGHTS,
-    ROPE_INIT_FUNCTIONS,
 )
 from .backbones import USE_ANOTHER, backbone_of, family_name, layer_rotates, refusal_of
 from .errors import UserError

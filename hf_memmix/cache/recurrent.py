@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from .._transformers import order_prefetch
 from ..mixers import ATTENTION
 from .file import load_cache, save_cache
 from .identity import check_same_model
 from .layer import RecurrentLayer, fix_addresses, memory_layers_of
+from .prefetch import order_prefetch
 from .record import note_model, record_of, static_length_of
 
 

@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, PreTrainedModel
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    GradientCheckpointingLayer,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndNoAttention,
@@ -24,7 +30,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple, is_torchvision_available
 
-from .._transformers import GradientCheckpointingLayer, ImageModelHooks, keep_in_fp32
+from .._transformers import ImageModelHooks, keep_in_fp32
 from ..errors import UserError
 from ..mixers import ATTENTION, MIXERS, MemoryMixer
 from ..swap import fp32_patterns

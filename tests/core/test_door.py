@@ -16,11 +16,6 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -142,12 +137,6 @@ def registers(name):
     return model(torch.tensor([[1]]), output_hidden_states=True).hidden_states
 
 
-def marks_given_cache(name):
-    model, cache = tiny(), DynamicCache()
-    model.generate(torch.tensor([[1]]), past_key_values=cache, max_new_tokens=1)
-    return getattr(cache, name) is True
-
-
 def marks_filled_modules(name):
     return getattr(tiny().lm_head, name) is True
 
@@ -181,15 +170,6 @@ def forgets(name):
     return not PartialState._shared_state
 
 
-def models(auto_class, table, names, native):
-    table, names = (resolve("transformers.models.auto.modeling_auto." + name) for name in (table, names))
-    # `register` writes into the table, and `get` takes a default
-    assert auto_class._model_mapping is table
-    assert table.get(LlamaConfig, None) is resolve("transformers." + native)
-    assert table.get(int, None) is None
-    return names["llama"] == native
-
-
 ATTRIBUTES = {
     "_is_stateful": lambda name: (
         LlamaForCausalLM._is_stateful is False and reads("transformers.generation.utils", name)
@@ -206,7 +186,6 @@ ATTRIBUTES = {
         tiny()._keep_in_fp32_modules == set() and reads("transformers.modeling_utils", name)
     ),
     "_is_hf_initialized": marks_filled_modules,
-    "_is_user_defined": marks_given_cache,
     "_mask_length": noted_when_a_full_mask_is_dropped,
     "_attn_implementation": lambda name: getattr(LlamaConfig(attn_implementation="eager"), name) == "eager",
     "_hf_hook": has_hook,
@@ -225,19 +204,6 @@ ATTRIBUTES = {
     "IDLE_FIELDS": lambda name: (
         {"architectures", "dtype", "transformers_version", "use_cache"} < LlamaConfig().to_dict().keys()
     ),
-    "MODEL_MAPPING": lambda name: models(AutoModel, name, name + "_NAMES", "LlamaModel"),
-    "MODEL_FOR_CAUSAL_LM_MAPPING": lambda name: models(
-        AutoModelForCausalLM, name, name + "_NAMES", "LlamaForCausalLM"
-    ),
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": lambda name: models(
-        AutoModelForSequenceClassification, name, name + "_NAMES", "LlamaForSequenceClassification"
-    ),
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": lambda name: models(
-        AutoModelForTokenClassification, name, name + "_NAMES", "LlamaForTokenClassification"
-    ),
-    "MODEL_FOR_QUESTION_ANSWERING_MAPPING": lambda name: models(
-        AutoModelForQuestionAnswering, name, name + "_NAMES", "LlamaForQuestionAnswering"
-    ),
     "LoadStateDictConfig": lambda name: (
         {"device_map", "dtype", "weight_mapping"} <= {field.name for field in fields(getattr(door, name))}
     ),
@@ -250,6 +216,8 @@ ATTRIBUTES = {
     "cumulative_length": lambda name: (
         getattr(DynamicSlidingWindowLayer(4), name) == 0 and isinstance(getattr(StaticLayer(4), name), torch.Tensor)
     ),
+    "prefetch_stream": partial(reads, "transformers.cache_utils"),
+    "only_non_sliding": partial(reads, "transformers.cache_utils"),
     "cumulative_length_int": lambda name: getattr(StaticSlidingWindowLayer(4, 2), name) == 0,
     # attributes without an underscore of models and of the Trainer, which training reads or sets
     "all_tied_weights_keys": lambda name: getattr(tiny(), name) == {},

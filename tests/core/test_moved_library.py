@@ -11,16 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from transformers import (
-    GenerationMixin,
-    LlamaForCausalLM,
-    LlamaModel,
-)
+from transformers import CONFIG_MAPPING, GenerationMixin, LlamaForCausalLM, LlamaModel
 
 import hf_memmix
 from hf_memmix import _generation_hooks as hooks
 from hf_memmix import versions
-from hf_memmix._transformers import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_class_of
+from hf_memmix._transformers import CONFIG_MAPPING_NAMES, model_class_of
 from hf_memmix.backbones import BACKBONES
 from hf_memmix.given_cache import CACHE_NAMES
 from hf_memmix.modeling_memmix import _KINDS

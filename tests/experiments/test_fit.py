@@ -130,7 +130,7 @@ def test_the_rate_is_held_and_then_falls():
     """Warm-up over a twentieth or as long as asked, the full rate up to `hold`, at the end a tenth."""
     rates = rates_of(constant_rate_share=0.6)
     torch.testing.assert_close(rates[10:119], torch.ones(109), rtol=1e-2, atol=0)
-    assert rates[0] < 0.2 and rates[-1] < 0.11 and (rates[121:].diff() < 0).all()
+    assert rates[0] < 0.2 and 0.09 < rates[-1] < 0.11 and (rates[121:].diff() < 0).all()
     slow = rates_of(constant_rate_share=0.6, warmup_steps=40)
     torch.testing.assert_close(slow[:40], torch.arange(1, 41) / 40, rtol=1e-2, atol=0)
 

@@ -1,9 +1,9 @@
 """How a GKA layer is initialised from a softmax attention: as close to it as its parameters allow.
 
 q, k, v and o are the attention's, the convolutions return their last token, and the gates do not depend on the token:
-y = U (q + (x - q) / 2), with half-lives of the memory log-spaced over the heads. All constants and options are
-measured: training/experiments/conversion. A larger beta starts a little closer to the attention, but is worse after
-a short alignment.
+y = U (q + N / (N + 1) (x - q)) in a head that remembers N tokens, with half-lives log-spaced over the heads. Constants
+and options are measured: training/experiments/conversion and smollm2. A larger beta starts a little closer to the
+attention, but is worse after a short alignment.
 """
 
 import torch
@@ -44,15 +44,14 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     for used, name in ((mixer.options.use_alpha, "alpha_proj"), (mixer.options.use_beta, "b_proj")):
         if used:
             getattr(mixer, name).weight.zero_()
-            getattr(mixer, name).bias.zero_()  # alpha and beta are one half
+            getattr(mixer, name).bias.zero_()  # beta is one half, and alpha where nothing is forgotten
     gate = torch.full((mixer.heads,), GATE)
     if mixer.options.use_decay:
         half_lives = start_half_lives(mixer, HALF_LIVES)
         start_decay(mixer, half_lives, mixer.a_proj)
         gate = gate * share_of_heads(mixer, HALF_LIVES)
-        if half_lives != HALF_LIVES and mixer.options.use_alpha:
-            # the solution x is normalised, but U q grows with the number N of tokens that are remembered: the share of
-            # the query, 1 - alpha, is 1 / (N + 1)
+        if mixer.options.use_alpha:
+            # the solution x is normalised, but U q grows with the number N of tokens that are remembered
             remembered = 1 / -torch.expm1(-decay_rates(half_lives, mixer.heads))
             mixer.alpha_proj.bias.copy_(remembered.log())
     if mixer.options.use_gate and mixer.options.gate_bias:

@@ -50,7 +50,8 @@ def decays(low, high, heads):
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "sketch_dim"), [("llama", None), ("qwen2", None), ("qwen3", None), ("llama", 8)])
 def test_gka_start(family, sketch_dim):
-    """out = o(U (q + (x - q) / 2)) / 2 with x = (H + 0.05 |H|)^-1 q, a write strength of 1/2, half-lives 1 to 16.
+    """out = o(U (q + N / (N + 1) (x - q))) / 2 with x = (H + 0.05 |H|)^-1 q, a write strength of 1/2, half-lives 1 to
+    16, and N = 1 / (1 - decay) the number of tokens that are remembered.
 
     A sketch of the head size starts as a rotation, which changes nothing.
     """
@@ -60,6 +61,7 @@ def test_gka_start(family, sketch_dim):
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = (F.normalize(rotated(t, *rotary), dim=-1) for t in (q, k))
     kept = decays(1, 16, 4)[:, None, None]
+    alpha = 1 / (2 - kept[:, 0])  # N / (N + 1)
     H = U = torch.zeros(4, 8, 8, dtype=torch.float64)
     outputs = []
     for t in range(LENGTH):
@@ -67,7 +69,7 @@ def test_gka_start(family, sketch_dim):
         U = kept * U + 0.25 * v[0, t, :, :, None] * k[0, t, :, None, :]
         ridge = 0.05 * torch.linalg.matrix_norm(H)[:, None, None] * torch.eye(8)
         solution = torch.linalg.solve(H + ridge, q[0, t])
-        outputs.append((U @ (q[0, t] + (solution - q[0, t]) / 2)[..., None]).flatten())
+        outputs.append((U @ (q[0, t] + alpha * (solution - q[0, t]))[..., None]).flatten())
     expected = attention.o_proj(torch.stack(outputs)[None]) / 2
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
 

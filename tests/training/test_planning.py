@@ -241,34 +241,39 @@ def test_every_layer_that_reads_the_input_keeps_it(kind):
     assert MIXERS[kind].kept_bytes.inputs == sum(layer.in_features == 48 for layer in layers)
 
 
+def kept_per_token(teacher, kind, **options):
+    """Bytes per token that autograd keeps for the mixer of a layer on the torch path."""
+    mixer, length, found = attention_module(convert_model(teacher, kind, **options), 0).float(), 48, {}
+    x = 1 * torch.randn(1, length, 64, requires_grad=True)  # no leaf, whose copies autocast shares
+    angles = torch.ones(2, 1, length, 16)
+
+    def keep(t):
+        if length in t.shape:  # of tokens
+            found[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        mixer(x, position_embeddings=(*angles,))
+    return sum(t.untyped_storage().nbytes() for t in found.values()) / length
+
+
 def test_options_of_recipes_are_counted():
-    """Keys and values of its own for every head; a gate of a window, as autograd keeps it on the torch path."""
-    run, length = Settings("distill", length=1), 64
-    teacher = models("meta")[0]
-    plain, unshared, gated = (
-        Shapes.of(teacher, convert_model(teacher, kind, **options))
-        for kind, options in (
-            ("gka", {}), ("gka", {"unshare_kv_heads": True}), ("window", {"output_gate": True}),
-        )
-    )  # fmt: skip
-    added = plain.queries - plain.keys
-    assert layer_bytes(unshared, run) - layer_bytes(plain, run) == 10 * added > 0
-    kept = []
-    for options in ({}, {"output_gate": True}):
-        mixer = attention_module(convert_model(models()[0], "window", **options), 0).float()
-        x, found = torch.randn(1, length, plain.hidden, requires_grad=True), {}
-        angles = torch.ones(2, 1, length, plain.queries // plain.heads)
+    """Keys and values of its own for every head; a gate of a window, and a window beside a memory."""
+    teacher, run = models()[0], Settings("distill", length=1)
 
-        def keep(t, found=found):
-            if t.numel() % length == 0:  # no weight
-                found[t.untyped_storage().data_ptr()] = t
-            return t
+    def planned(kind, **options):
+        shapes = Shapes.of(teacher, convert_model(teacher, kind, **options))
+        return layer_bytes(shapes, run)
 
-        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            mixer(x, position_embeddings=(*angles,))
-        kept.append(sum(t.untyped_storage().nbytes() for t in found.values()) / length)
-    ungated = Shapes.of(teacher, convert_model(teacher, "window"))
-    assert layer_bytes(gated, run) - layer_bytes(ungated, run) == kept[1] - kept[0]
+    keys = 16 * 2  # channels that two further heads have
+    assert planned("gka", unshare_kv_heads=True) - planned("gka") == MIXERS["gka"].kept_bytes.keys * keys
+    gate = kept_per_token(teacher, "window", output_gate=True) - kept_per_token(teacher, "window")
+    assert planned("window", output_gate=True) - planned("window") == gate
+    parts = kept_per_token(teacher, "kda") + kept_per_token(teacher, "window", window=8)
+    joined = kept_per_token(teacher, "kda", local_window=8) - parts  # less what both parts share, as angles
+    around = 2 * 4 * 64 + 2 * 2 * 64 + 3 * 2 * 160  # norms and the MLP of a layer
+    more = planned("kda", local_window=8) - (planned("kda") + planned("window") - around)
+    assert joined == pytest.approx(more, rel=0.2)
 
 
 # ---- the choice

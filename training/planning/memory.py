@@ -36,6 +36,8 @@ TOP_K_BYTES = 2 * BF16 + 5 * FP32
 # counted too, the others are measured: the peak memory of a training step of a 1B model beside that with gka
 # (kernels/benchmarks/results/model_h200.json)
 OF_ATTENTION = KeptBytes(3, queries=6, keys=4, heads=4)
+# of a window beside a memory: both outputs in one tensor, and the memory's output before m
+OF_BOTH = KeptBytes(0, hidden=2, queries=2)
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,9 @@ def _residual(run: Settings) -> int:
 
 def _inside(s: Shapes, kind: str, run: Settings) -> float:
     """Bytes per token that the mixers, or attention, of a layer keep, with the copies of their input."""
-    return sum(_of_one(s, part, run) for part in kind.split(BESIDE))
+    parts = kind.split(BESIDE)
+    joined = OF_BOTH.per_token(s.hidden, s.queries, s.keys, s.heads) if len(parts) > 1 else 0
+    return joined + sum(_of_one(s, part, run) for part in parts)
 
 
 def _of_one(s: Shapes, kind: str, run: Settings) -> float:

@@ -28,7 +28,7 @@ from hf_memmix.training.experiments.common.harness import Experiment, device, me
 from hf_memmix.training.experiments.common.options import Models, Options, check_names
 from hf_memmix.training.text_files import text_record
 
-HALF_LIVES = (None, [64, 64], [256, 256], [1024, 1024], [2048, 2048], [64, 2048])
+HALF_LIVES = (None, [64, 64], [256, 256], [2048, 2048], [64, 2048])
 
 
 def _former_gka(mixer) -> None:
@@ -104,7 +104,8 @@ def table(results: dict) -> str:
         lines.append([row["mixer"], lives, before, f"{sum(errors) / len(errors):.3f}", f"{max(errors):.2f}"])
     head = ["mixer", "half-lives", "former mean", "mean error", "largest"]
     every, tokens, length = (results["settings"][name] for name in ("every", "measured_tokens", "length"))
-    note = f"One of {every} layers, {tokens} tokens in rows of {length}; {measured_at(results)}."
+    which = "All" if every == 1 else f"Every {every}th of the"
+    note = f"{which} layers, {tokens} tokens in rows of {length}; {measured_at(results)}."
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
 
 
@@ -114,7 +115,7 @@ class Settings(Options):
     models: Models = tuple(name for name in STARTS if name != "window")
     length: Annotated[int, typer.Option(help="tokens of a row")] = 2048
     measured_tokens: Annotated[int, typer.Option(help="tokens in all")] = 2048
-    every: Annotated[int, typer.Option(help="measure every so many layers")] = 3
+    every: Annotated[int, typer.Option(help="measure every so many layers")] = 1
 
 
 def check(args) -> None:

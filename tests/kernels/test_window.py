@@ -194,5 +194,5 @@ def test_bad_arguments_are_refused(text):
 
 
 def test_a_step_takes_one_token():
-    with pytest.raises(ValueError, match="use chunk_window for several"):
+    with pytest.raises(ValueError, match="window_step advances by one token, got 2"):
         window_step(*draw(2, torch.float32), empty_state(2, (4, 0), torch.float32), window=4)

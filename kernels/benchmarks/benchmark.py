@@ -67,6 +67,17 @@ def draw_gla(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
     return {"q": q, "k": k, "v": randn(B, T, H, D), "log_decay": -0.1 * torch.rand(B, T, H, device="cuda")}
 
 
+def draw_delta(channels: bool) -> Callable[[int, int, int, int], dict[str, Tensor]]:
+    """Log decays and write strengths of the gated delta rule: one decay per head, or per key channel."""
+
+    def draw(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+        size = (B, T, H, D) if channels else (B, T, H)
+        gates = {"log_decay": -0.02 * torch.rand(size, device="cuda"), "beta": torch.rand(B, T, H, device="cuda")}
+        return {**draw_gla(B, T, H, D), **gates}
+
+    return draw
+
+
 def draw_gka(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
     gates = {name: torch.rand(B, T, H, device="cuda") for name in ("alpha", "beta")}
     return {**draw_gla(B, T, H, D), **gates}
@@ -154,6 +165,17 @@ BENCHES = [
         lambda x: flat(K.chunk_gla(**x)),
         lambda B, H, D: (randn(B, H, D, D, dtype=torch.float32),),
         lambda x, state: K.gla_step(**x, state=state[0]),
+    ),
+    *(
+        Bench(
+            "gated_delta",
+            draw_delta(decays == "channel"),
+            lambda x: flat(K.chunk_gated_delta(**x)),
+            lambda B, H, D: (randn(B, H, D, D, dtype=torch.float32),),
+            lambda x, state: K.gated_delta_step(**x, state=state[0]),
+            fields={"decay_per": decays},
+        )
+        for decays in ("head", "channel")
     ),
     # in rows of COFFEE, H is the number of features and D the number of states per feature
     Bench(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import num_sequences
-from .._device import dot_precision
+from .._device import device_of, dot_precision
 from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
@@ -21,10 +21,13 @@ from .kernels.pairs import (
     gated_delta_pairs_of_channels_kernel,
 )
 from .kernels.scan import gated_delta_output_kernel, gated_delta_scan_back_kernel, gated_delta_scan_kernel
-from .kernels.solve import gated_delta_solve_kernel
+from .kernels.solve import gated_delta_apply_kernel, gated_delta_invert_kernel
 from .kernels.step import gated_delta_step_kernel
 
 BLOCK = 16  # tokens whose pairs have a decay per channel of their own; the first blocks of the inverse
+# log of the largest factor with which pairs with a decay per channel meet: far from the overflow of float32, and of
+# float16, whose tiles hold these factors in the backward pass
+LIMIT, LIMIT_OF_FLOAT16 = 60.0, 4.0
 
 
 def _block(size: int, limit: int) -> int:
@@ -40,7 +43,8 @@ class _Launch:
     def __init__(self, a: Inputs):
         q, k, v, log_decay, beta, _, cu_seqlens, _ = a
         (B, T, H), K, V = beta.shape, q.shape[3], v.shape[3]
-        N, wide = num_sequences(B, cu_seqlens), q.element_size() > 2
+        N = num_sequences(B, cu_seqlens)
+        self.wide = wide = q.element_size() > 2
         self.channels = log_decay.dim() == 4
         # the scans hold keys of a whole chunk with all their channels
         self.BT = BT = 32 if wide or K > 128 else 64
@@ -58,11 +62,12 @@ class _Launch:
         self.RQ, self.RK, self.RV = H // q.shape[2], H // k.shape[2], H // v.shape[2]
         self.beta = beta.contiguous()
         packed = cu_seqlens is not None
-        self.precise = {"ACC": accumulator(q.dtype), "PRECISION": "ieee" if wide else None}
-        self.shared = {"BT": BT, "PACKED": packed, **self.precise}
+        self.layout_of = {"BT": BT, "PACKED": packed, "ACC": accumulator(q.dtype)}
+        self.shared = {**self.layout_of, "PRECISION": "ieee" if wide else None}
         limit = 32 if wide else 64
         self.BK, self.BV = _block(K, limit), _block(V, limit)
-        self.exact = "ieee" if wide else dot_precision("tf32x3")
+        self.exact, self.apply = ("ieee", "ieee") if wide else (dot_precision("tf32x3"), dot_precision("tf32"))
+        self.memory = device_of(q).shared
         self._prepare(log_decay.contiguous())
 
     def new(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -81,33 +86,45 @@ class _Launch:
         )  # fmt: skip
         self.A, self.B = self.new(self.BT, dtype=log_decay.dtype), self.new(self.BT)
         inputs, outputs, strides = (self.q, self.k, self.G), (self.A, self.B), (self.s_q, self.s_k)
-        options = {"RQ": self.RQ, "RK": self.RK, "BK": self.BK, "num_warps": 4, "num_stages": 2, **self.shared}
+        options = {"RQ": self.RQ, "RK": self.RK, "BK": self.BK, "num_warps": 4, "num_stages": 2}
         if self.channels:
             gated_delta_pairs_of_channels_kernel[(self.chunks * (self.BT // BLOCK), self.H)](
-                inputs, outputs, self.layout, self.sizes, strides, BC=BLOCK, **options
-            )
+                inputs, outputs, self.layout, self.sizes, strides, BC=BLOCK, APPLY=self.apply, LIMIT=LIMIT,
+                **options, **self.layout_of,
+            )  # fmt: skip
         else:
             gated_delta_pairs_kernel[(self.chunks, self.H)](
-                inputs, outputs, self.layout, self.sizes, strides, **options
+                inputs, outputs, self.layout, self.sizes, strides, **options, **self.shared
             )
 
-    def solve(self, keep: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-        """T, if it is to be kept, W and Y."""
-        solution = self.new(self.BT) if keep else None
+    def solve(self, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """T, W and Y; after it, `read` and `write` are what the scans read of queries and keys."""
+        solution = self.new(self.BT, dtype=self.G.dtype)
         W, Y = self.new(self.K), self.new(self.V)
-        gated_delta_solve_kernel[(self.chunks, self.H)](
-            (self.k, self.v, self.G, self.beta, self.A), (solution, W, Y), self.layout, self.sizes,
-            (self.s_k, self.s_v), RK=self.RK, RV=self.RV, BC=BLOCK, BK=self.BK, BV=self.BV, SOLVE=self.exact,
-            CHANNELS=self.channels, num_warps=8, num_stages=1, **self.shared,
+        read, write = (self.new(self.K), self.new(self.K)) if self.channels else (None, None)
+        gated_delta_invert_kernel[(self.chunks, self.H)](
+            (self.beta, self.A), solution, self.layout, self.sizes[:4], BC=BLOCK, SOLVE=self.exact, num_warps=1,
+            num_stages=1, **self.layout_of,
         )  # fmt: skip
+        gated_delta_apply_kernel[(self.chunks, self.H)](
+            (self.q, self.k, self.v, self.G, solution), (W, Y, read, write), self.layout, scale, self.sizes,
+            (self.s_q, self.s_k, self.s_v), RQ=self.RQ, RK=self.RK, RV=self.RV, BK=self.BK, BV=self.BV,
+            APPLY=self.apply, CHANNELS=self.channels, num_warps=4, num_stages=1, **self.layout_of,
+        )  # fmt: skip
+        if self.channels:  # of every head
+            self.read, self.write = (read, self.H * self.K, 1), (write, self.H * self.K, 1)
+        else:
+            self.read, self.write = (self.q, self.s_q, self.RQ), (self.k, self.s_k, self.RK)
         return solution, W, Y
 
-    def _scan_grid(self) -> tuple[tuple[int], dict]:
-        # at least 64 columns of 16 bits, also of smaller values: ptxas 12.8 takes descriptors of narrower tiles from
-        # the wrong registers ("Traps")
-        BK, BV = _block(self.K, 256), self.BV if self.q.element_size() > 2 else 64
-        num_warps = 8 if BK > 64 else 4
-        options = {"BK": BK, "BV": BV, "CHANNELS": self.channels, "num_warps": num_warps, "num_stages": 1}
+    def _scan_grid(self, width: int, stages: int) -> tuple[tuple[int], dict]:
+        """At most `stages`; `width`: the values that a step loads ahead, per token, besides its block of columns."""
+        BK, BT, bytes_of = _block(self.K, 256), self.BT, self.q.element_size()
+        BV = _block(self.V, 32)
+        # what a step loads, once per stage; the state and the errors are operands, too
+        step, own = self.BT * (width + BV) * bytes_of, (2 * BK + BT) * BV * bytes_of
+        fitting = 1 if self.wide else max(1, (self.memory - own) // step)
+        options = {"BK": BK, "BV": BV, "CHANNELS": self.channels, "num_warps": 4, "num_stages": min(stages, fitting)}
         return (cdiv(self.V, BV) * self.N * self.H,), options | self.shared
 
     def new_states(self) -> Tensor:
@@ -117,10 +134,11 @@ class _Launch:
         """The states before every chunk [chunks, H, K, V], the errors and the last state."""
         states, X = self.new_states(), self.new(self.V)
         final = torch.empty_like(initial, memory_format=torch.contiguous_format)
-        grid, options = self._scan_grid()
+        grid, options = self._scan_grid(2 * self.K, stages=3)
+        k, stride, RK = self.write
         gated_delta_scan_kernel[grid](
-            (self.k, self.G, self.beta, W, Y), initial.contiguous(), (states, X, final), self.layout[:2], self.sizes,
-            self.s_k, RK=self.RK, **options,
+            (k, self.G, self.beta, W, Y), initial.contiguous(), (states, X, final), self.layout[:2], self.sizes,
+            stride, RK=RK, **options,
         )  # fmt: skip
         return states, X, final
 
@@ -128,10 +146,11 @@ class _Launch:
         """The gradients of the states after every chunk, of beta X, and of the initial state."""
         dstates, dwrites = self.new_states(), self.new(self.V)
         dinitial = torch.empty_like(dfinal, memory_format=torch.contiguous_format)
-        grid, options = self._scan_grid()
+        grid, options = self._scan_grid(3 * self.K + self.BT, stages=2)
+        (q, s_q, RQ), (k, s_k, RK) = self.read, self.write
         gated_delta_scan_back_kernel[grid](
-            (do, dfinal.contiguous()), (self.q, self.k, self.G, self.beta, W, self.B), (dstates, dwrites, dinitial),
-            self.layout[:2], scale, self.sizes, (self.s_q, self.s_k), RQ=self.RQ, RK=self.RK, **options,
+            (do, dfinal.contiguous()), (q, k, self.G, self.beta, W, self.B), (dstates, dwrites, dinitial),
+            self.layout[:2], scale, self.sizes, (s_q, s_k), RQ=RQ, RK=RK, **options,
         )  # fmt: skip
         return dstates, dwrites, dinitial
 
@@ -141,13 +160,14 @@ class _Launch:
 def gated_delta_fwd_triton(a: Inputs) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
     launch = _Launch(a)
-    _, W, Y = launch.solve(keep=False)
+    _, W, Y = launch.solve(a.scale)
     states, X, final = launch.scan(W, Y, a.initial_state)
     o = launch.new(launch.V)
-    gated_delta_output_kernel[(cdiv(launch.V, launch.BV) * launch.chunks, launch.H)](
-        (launch.q, launch.G, launch.beta), (states, X, launch.B), o, launch.layout, a.scale, launch.sizes, launch.s_q,
-        RQ=launch.RQ, BK=launch.BK, BV=launch.BV, CHANNELS=launch.channels, num_warps=4, num_stages=1,
-        **launch.shared,
+    q, stride, RQ = launch.read
+    BV, num_stages = (launch.BV, 1) if launch.wide else (_block(launch.V, 128), 2)
+    gated_delta_output_kernel[(cdiv(launch.V, BV) * launch.chunks, launch.H)](
+        (q, launch.G, launch.beta), (states, X, launch.B), o, launch.layout, a.scale, launch.sizes, stride,
+        RQ=RQ, BK=launch.BK, BV=BV, CHANNELS=launch.channels, num_warps=4, num_stages=num_stages, **launch.shared,
     )  # fmt: skip
     return o, final
 
@@ -158,28 +178,30 @@ def gated_delta_bwd_triton(upstream: Upstream, a: Inputs) -> tuple[Tensor, ...]:
     """Returns dq, dk, dv, dlog_decay, dbeta and the gradient of the initial states."""
     q, k, v, log_decay, beta, initial_state, _, scale = a
     do, launch = upstream.do.contiguous(), _Launch(a)
-    solution, W, Y = launch.solve(keep=True)
+    solution, W, Y = launch.solve(scale)
     states, X, _ = launch.scan(W, Y, initial_state)
     dstates, dwrites, dinitial = launch.scan_back(do, upstream.dfinal, W, scale)
     dX, dA, dB = Y, launch.new(launch.BT), launch.new(launch.BT)  # Y is not read any more
     dbeta = torch.empty_like(beta, memory_format=torch.contiguous_format)
     gated_delta_bwd_errors_kernel[(launch.chunks, launch.H)](
         do, (launch.beta, launch.A, solution, X, dwrites), (dX, dA, dB, dbeta), launch.layout, scale, launch.sizes,
-        BV=launch.BV, num_warps=4, num_stages=1, **launch.shared,
+        BV=launch.BV, APPLY=launch.apply, num_warps=4, num_stages=1, **launch.shared,
     )  # fmt: skip
     # of every head; where heads share, in fp32 until they are summed
     dq = launch.new(launch.K, dtype=q.dtype if launch.RQ == 1 else log_decay.dtype)
     dk = launch.new(launch.K, dtype=q.dtype if launch.RK == 1 else log_decay.dtype)
-    BK = launch.BK if q.element_size() > 2 else 64
+    # ptxas 12.8 takes descriptors from the wrong registers with 4 warps, or fewer channels, if decays are per head
+    BK = launch.BK if launch.wide else 32 if launch.channels else 64 if launch.K <= 64 else 128
     blocks = cdiv(launch.K, BK)
     args = {"layout": launch.layout, "scale": scale, "strides": (launch.s_q, launch.s_k)}
-    args |= {"RQ": launch.RQ, "RK": launch.RK, "BK": BK, "BV": launch.BV, "num_warps": 8, "num_stages": 1}
-    args |= launch.shared
+    args |= {"RQ": launch.RQ, "RK": launch.RK, "BK": BK, "BV": launch.BV, **launch.shared}
+    args |= {"num_warps": 4 if launch.channels else 8, "num_stages": 1}
     inputs, chunks = (launch.q, launch.k, launch.G, launch.beta), (X, dX, states, dstates)
     grid = (blocks * launch.chunks, launch.H)
     if launch.channels:
         dg = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
         args |= {"sizes": launch.sizes, "BC": BLOCK, "SUMS": launch.exact}
+        args["LIMIT"] = LIMIT_OF_FLOAT16 if q.dtype == torch.float16 else LIMIT
         gated_delta_bwd_keys_of_channels_kernel[grid](do, inputs, (dA, dB), chunks, (dq, dk, dg), **args)
     else:
         dg = log_decay.new_empty(blocks, *log_decay.shape)

@@ -21,7 +21,8 @@ from .tiles import load_decays, load_end
 @triton.jit
 def gated_delta_bwd_errors_kernel(
     do, inputs, grads, layout, scale, sizes,
-    BT: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, APPLY: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """dX, dA, dB and dbeta of one chunk and one head."""
     beta, A, solution, X, dwrites = inputs
@@ -35,7 +36,8 @@ def gated_delta_bwd_errors_kernel(
     m_t, o_row = o_t < length, bos + o_t
     o_pair = (o_row * H + i_h)[:, None] * BT + o_t[None, :]
     b_beta = tl.load(beta + o_row * H + i_h, mask=m_t, other=0)
-    b_T = tl.load(solution + (o_row * H + i_h)[None, :] * BT + o_t[:, None], mask=m_t[None, :], other=0)
+    m_T = m_t[None, :] & (o_t[:, None] <= o_t[None, :])
+    b_T = tl.load(solution + (o_row * H + i_h)[None, :] * BT + o_t[:, None], mask=m_T, other=0)  # turned
     b_between = tl.zeros([BT, BT], ACC)
     b_dB = tl.zeros([BT, BT], ACC)
     b_dbeta = tl.zeros([BT], ACC)
@@ -43,12 +45,11 @@ def gated_delta_bwd_errors_kernel(
         o_v = i_v + tl.arange(0, BV)
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         o_x = (o_row * H + i_h)[:, None] * V + o_v[None, :]
-        b_dw = tl.load(dwrites + o_x, mask=m_tv, other=0)
+        b_dw = tl.load(dwrites + o_x, mask=m_tv, other=0).to(ACC)
         b_X = tl.load(X + o_x, mask=m_tv, other=0)
         b_do = tl.load(do + o_x, mask=m_tv, other=0)
-        b_dbeta += tl.sum(b_X.to(ACC) * b_dw.to(ACC), 1)
-        b_dw = (b_dw.to(ACC) * b_beta[:, None]).to(b_X.dtype)
-        b_dX = tl.dot(b_T, b_dw, input_precision=PRECISION, out_dtype=ACC).to(b_X.dtype)
+        b_dbeta += tl.sum(b_X.to(ACC) * b_dw, 1)
+        b_dX = tl.dot(b_T, b_dw * b_beta[:, None], input_precision=APPLY, out_dtype=ACC).to(b_X.dtype)
         tl.store(dX + o_x, b_dX, mask=m_tv)
         b_between = tl.dot(b_dX, tl.trans(b_X), b_between, input_precision=PRECISION, out_dtype=ACC)
         b_dB = tl.dot(b_do, tl.trans(b_X), b_dB, input_precision=PRECISION, out_dtype=ACC)
@@ -127,19 +128,15 @@ def gated_delta_bwd_keys_kernel(
     b_writes = tl.sum(b_end * b_k.to(ACC), 1)
     b_dk += b_end
     o_pair = (o_row * H + i_h)[:, None] * BT + o_t[None, :]
-    o_turned = (o_row * H + i_h)[None, :] * BT + o_t[:, None]
     b_G = tl.load(G + o_row * H + i_h, mask=m_t, other=0)
-    m_lower, m_upper = o_t[:, None] >= o_t[None, :], o_t[:, None] <= o_t[None, :]
+    m_lower = o_t[:, None] >= o_t[None, :]
     b_D = tl.where(m_lower & m_t[:, None], tl.exp(b_G[:, None] - b_G[None, :]), 0)
-    b_Dt = tl.where(m_upper & m_t[None, :], tl.exp(b_G[None, :] - b_G[:, None]), 0)
     b_dA = tl.load(dA + o_pair, mask=m_t[:, None], other=0)
     b_dB = tl.load(dB + o_pair, mask=m_t[:, None], other=0)
-    b_dAt = tl.load(dA + o_turned, mask=m_t[None, :], other=0)
-    b_dBt = tl.load(dB + o_turned, mask=m_t[None, :], other=0)
-    b_dq = tl.dot((b_dB.to(ACC) * b_D).to(b_k.dtype), b_k, b_dq, input_precision=PRECISION, out_dtype=ACC)
-    b_dk = tl.dot((b_dA.to(ACC) * b_D).to(b_k.dtype), b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
-    b_dk = tl.dot((b_dAt.to(ACC) * b_Dt).to(b_k.dtype), b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
-    b_dk = tl.dot((b_dBt.to(ACC) * b_Dt).to(b_q.dtype), b_q, b_dk, input_precision=PRECISION, out_dtype=ACC)
+    b_PA, b_PB = b_dA.to(ACC) * b_D, (b_dB.to(ACC) * b_D).to(b_k.dtype)
+    b_dq = tl.dot(b_PB, b_k, b_dq, input_precision=PRECISION, out_dtype=ACC)
+    b_dk = tl.dot((b_PA + tl.trans(b_PA)).to(b_k.dtype), b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
+    b_dk = tl.dot(tl.trans(b_PB), b_q, b_dk, input_precision=PRECISION, out_dtype=ACC)
     m_tk = m_t[:, None] & (o_k < K)[None, :]
     o_out = (o_row * H + i_h)[:, None] * K + o_k[None, :]
     tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_tk)
@@ -161,7 +158,7 @@ def gated_delta_bwd_keys_kernel(
 def gated_delta_bwd_keys_of_channels_kernel(
     do, inputs, pairs, chunks, grads, layout, scale, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, PACKED: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, LIMIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, one head, one block of K, with one decay per channel."""
     q, k, G, beta = inputs
@@ -182,30 +179,35 @@ def gated_delta_bwd_keys_of_channels_kernel(
         RQ, RK, BT, BK, BV, ACC, PRECISION, True,
     )  # fmt: skip
     o_pair = (o_row * H + i_h)[:, None] * BT + o_t[None, :]
-    o_turned = (o_row * H + i_h)[None, :] * BT + o_t[:, None]
-    # pairs of tokens of different blocks meet at the first token of the later one
+    # Where no channel decays by more than e^-LIMIT between the token in the middle of the chunk and the others, all
+    # pairs meet there; where none does within a block, each block's pairs, and those with earlier blocks, meet in its
+    # middle; else only pairs of different blocks meet, at the first token of the later one.
+    middle = tl.minimum(BT // 2, length - 1)
+    b_middle = tl.load(G + ((bos + middle) * H + i_h) * K + o_k, mask=m_k, other=0)[None, :]
+    size = tl.where(tl.max(tl.where(m_tk, tl.abs(b_G - b_middle), 0)) <= LIMIT, BT, BC)
+    b_blocks = tl.reshape(b_G, [BT // BC, BC, BK])
+    own = (size == BT) | (tl.max(tl.max(b_blocks, 1) - tl.min(b_blocks, 1)) <= LIMIT)
     b_rows_q = tl.zeros([BT, BK], ACC)
     b_rows_k = tl.zeros([BT, BK], ACC)
     b_columns = tl.zeros([BT, BK], ACC)
-    for first in range(BC, tl.minimum(length, BT), BC):
-        m_late, m_early = (o_t >= first) & (o_t < first + BC) & m_t, o_t < first
-        b_first = tl.load(G + ((bos + first) * H + i_h) * K + o_k, mask=m_k, other=0)[None, :]
-        b_late = tl.exp(tl.where(m_late[:, None], b_G - b_first, float("-inf")))
-        b_early = tl.exp(tl.where(m_early[:, None], b_first - b_G, float("-inf")))
-        m_far, m_turned = m_late[:, None] & m_early[None, :], m_early[:, None] & m_late[None, :]
-        b_dA = tl.load(dA + o_pair, mask=m_far, other=0)
-        b_dB = tl.load(dB + o_pair, mask=m_far, other=0)
-        b_dAt = tl.load(dA + o_turned, mask=m_turned, other=0)
-        b_dBt = tl.load(dB + o_turned, mask=m_turned, other=0)
+    for first in range(0, length, size):
+        meeting = tl.minimum(first + tl.where(own, size // 2, 0), length - 1)
+        m_late, m_early = m_t & (o_t >= first) & (o_t < first + size), m_t & (o_t < first + tl.where(own, size, 0))
+        b_meeting = tl.load(G + ((bos + meeting) * H + i_h) * K + o_k, mask=m_k, other=0)[None, :]
+        b_late = tl.exp(tl.where(m_late[:, None], b_G - b_meeting, float("-inf")))
+        b_early = tl.exp(tl.where(m_early[:, None], b_meeting - b_G, float("-inf")))
+        m_pair = m_late[:, None] & m_early[None, :] & (o_t[:, None] > o_t[None, :])
+        b_dA = tl.load(dA + o_pair, mask=m_pair, other=0)
+        b_dB = tl.load(dB + o_pair, mask=m_pair, other=0)
         b_keys = (b_early * b_k.to(ACC)).to(b_k.dtype)
         b_lk, b_lq = (b_late * b_k.to(ACC)).to(b_k.dtype), (b_late * b_q.to(ACC)).to(b_k.dtype)
         b_rows_q += b_late * tl.dot(b_dB, b_keys, input_precision=PRECISION, out_dtype=ACC)
         b_rows_k += b_late * tl.dot(b_dA, b_keys, input_precision=PRECISION, out_dtype=ACC)
-        b_column = tl.dot(b_dAt, b_lk, input_precision=PRECISION, out_dtype=ACC)
-        b_columns += b_early * tl.dot(b_dBt, b_lq, b_column, input_precision=PRECISION, out_dtype=ACC)
+        b_column = tl.dot(tl.trans(b_dA), b_lk, input_precision=PRECISION, out_dtype=ACC)
+        b_columns += b_early * tl.dot(tl.trans(b_dB), b_lq, b_column, input_precision=PRECISION, out_dtype=ACC)
     # pairs within a block, except those of a token with itself
     o_block = o_t // BC * BC
-    for i in range(0, BC):
+    for i in range(tl.where(own, BC, 0), BC):
         o_o = o_block + i
         m_o = o_o < length
         m_ok = m_o[:, None] & m_k[None, :]

@@ -4,7 +4,8 @@
 
 With one decay per head they are products of matrices times a matrix of decays. With one per channel, the pairs within
 a block of BC tokens have a decay of their own, and all others meet at the first token of the later block: its
-exponents G_t - G_first and G_first - G_j are never positive, so nothing overflows.
+exponents G_t - G_first and G_first - G_j are never positive, so nothing overflows. Where no channel decays by more
+than e^-LIMIT within the block, its own pairs meet there, too: G_first - G_j is then positive, but small enough.
 """
 
 import triton
@@ -71,7 +72,7 @@ def gated_delta_pairs_kernel(
 def gated_delta_pairs_of_channels_kernel(
     inputs, outputs, layout, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    APPLY: tl.constexpr, LIMIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """BC rows of A and B of one chunk and one head, with one decay per channel."""
     q, k, G = inputs
@@ -89,29 +90,32 @@ def gated_delta_pairs_of_channels_kernel(
     for i_k in range(0, K, BK):
         o_k = i_k + tl.arange(0, BK)
         m_k = o_k < K
-        m_i, m_j = (o_i < length)[:, None] & m_k[None, :], (o_j < first)[:, None] & m_k[None, :]
-        b_q = tl.load(q + o_row[:, None] * s_q + i_h // RQ * K + o_k[None, :], mask=m_i, other=0)
-        b_k = tl.load(k + o_row[:, None] * s_k + i_h // RK * K + o_k[None, :], mask=m_i, other=0)
+        m_i = (o_i < length)[:, None] & m_k[None, :]
+        b_q = tl.load(q + o_row[:, None] * s_q + i_h // RQ * K + o_k[None, :], mask=m_i, other=0).to(ACC)
+        b_k = tl.load(k + o_row[:, None] * s_k + i_h // RK * K + o_k[None, :], mask=m_i, other=0).to(ACC)
         b_G = tl.load(G + (o_row * H + i_h)[:, None] * K + o_k[None, :], mask=m_i, other=0)
-        if i_b > 0:
-            b_first = tl.load(G + ((bos + first) * H + i_h) * K + o_k, mask=m_k, other=0)
-            b_keys = tl.load(k + o_col[:, None] * s_k + i_h // RK * K + o_k[None, :], mask=m_j, other=0)
+        b_first = tl.load(G + ((bos + first) * H + i_h) * K + o_k, mask=m_k, other=0)
+        slow = tl.max(b_first - tl.min(tl.where(m_i, b_G, b_first[None, :]), 0), 0) <= LIMIT
+        met = tl.minimum(first + tl.where(slow, BC, 0), length)  # tokens before it meet at the first one
+        if met > 0:
+            m_j = (o_j < met)[:, None] & m_k[None, :]
+            b_keys = tl.load(k + o_col[:, None] * s_k + i_h // RK * K + o_k[None, :], mask=m_j, other=0).to(ACC)
             b_Gj = tl.load(G + (o_col * H + i_h)[:, None] * K + o_k[None, :], mask=m_j, other=0)
-            b_early = (tl.where(m_j, tl.exp(b_first[None, :] - b_Gj), 0) * b_keys.to(ACC)).to(b_k.dtype)
-            b_late = tl.where(m_i, tl.exp(b_G - b_first[None, :]), 0)
-            b_lk, b_lq = (b_late * b_k.to(ACC)).to(b_k.dtype), (b_late * b_q.to(ACC)).to(b_k.dtype)
-            b_A = tl.dot(b_lk, tl.trans(b_early), b_A, input_precision=PRECISION, out_dtype=ACC)
-            b_B = tl.dot(b_lq, tl.trans(b_early), b_B, input_precision=PRECISION, out_dtype=ACC)
-        for j in range(0, tl.minimum(BC, length - first)):
-            row = bos + first + j
+            b_early = tl.trans(tl.exp(tl.where(m_j, b_first[None, :] - b_Gj, float("-inf"))) * b_keys)
+            b_late = tl.exp(tl.where(m_i, b_G - b_first[None, :], float("-inf")))
+            b_A = tl.dot(b_late * b_k, b_early, b_A, input_precision=APPLY, out_dtype=ACC)
+            b_B = tl.dot(b_late * b_q, b_early, b_B, input_precision=APPLY, out_dtype=ACC)
+        for j in range(met, tl.minimum(first + BC, length)):
+            row = bos + j
             b_kj = tl.load(k + row * s_k + i_h // RK * K + o_k, mask=m_k, other=0).to(ACC)
             b_Gj = tl.load(G + (row * H + i_h) * K + o_k, mask=m_k, other=0)
-            later = (o_i >= first + j)[:, None] & m_i
-            b_own = tl.where(later, tl.exp(tl.where(later, b_G - b_Gj[None, :], 0)), 0) * b_kj[None, :]
-            here = o_j[None, :] == first + j
-            b_A += tl.where(here & (o_i > first + j)[:, None], tl.sum(b_own * b_k.to(ACC), 1)[:, None], 0)
-            b_B += tl.where(here, tl.sum(b_own * b_q.to(ACC), 1)[:, None], 0)
+            m_later = (o_i >= j)[:, None] & m_i
+            b_own = tl.exp(tl.where(m_later, b_G - b_Gj[None, :], float("-inf"))) * b_kj[None, :]
+            here = o_j[None, :] == j
+            b_A += tl.where(here, tl.sum(b_own * b_k, 1)[:, None], 0)
+            b_B += tl.where(here, tl.sum(b_own * b_q, 1)[:, None], 0)
     o_pair = (o_row * H + i_h)[:, None] * BT + o_j[None, :]
     m_pair = (o_i < length)[:, None] & (o_j < BT)[None, :]
-    tl.store(A + o_pair, b_A, mask=m_pair)
+    tl.store(A + o_pair, tl.where(o_i[:, None] > o_j[None, :], b_A, 0), mask=m_pair)
+    b_B = tl.where(o_i[:, None] >= o_j[None, :], b_B, 0)
     tl.store(B + o_pair, b_B.to(B.dtype.element_ty), mask=m_pair)

@@ -3,7 +3,9 @@
     X = Y - W S,    S <- e^(G_C) S + (beta e^(G_C - G) * K)^T X
     dW = s B^T do + (e^(G_C - G) * K) dS,    dS <- e^(G_C) dS + s (e^G * Q)^T do - W^T (beta dW)
 
-A program has all channels of the keys and a block of those of the values, because X needs the whole state.
+A program has all channels of the keys and a block of those of the values, because X needs the whole state. Every
+operand that does not depend on the state comes from memory as it is, so that it can be loaded ahead: one decay per
+head scales rows of the products, decays of channels are already in `k`, e^(G_C - G) K, and in `q`, s e^G Q.
 """
 
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 
 from ..._recorder import launched
 from ...gla.kernels.tiles import locate_chunk, locate_sequence
-from .tiles import load_decays, load_end
+from .tiles import load_end
 
 
 @launched
@@ -35,22 +37,25 @@ def gated_delta_scan_kernel(
     o_s, m_s = o_k[:, None] * V + o_v[None, :], m_k[:, None] & m_v[None, :]
     b_s = tl.load(initial + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0).to(ACC)
     for i_t in range(0, tl.cdiv(length, BT)):
-        b_state = b_s.to(states.dtype.element_ty)
-        tl.store(states + ((i_c + i_t).to(tl.int64) * H + i_h) * K * V + o_s, b_state, mask=m_s)
         m_t = i_t * BT + o_t < length
         o_row = bos + i_t * BT + o_t
         m_tk, m_tv = m_t[:, None] & m_k[None, :], m_t[:, None] & m_v[None, :]
         b_W = tl.load(W + (o_row * H + i_h)[:, None] * K + o_k[None, :], mask=m_tk, other=0)
-        b_X = tl.load(Y + (o_row * H + i_h)[:, None] * V + o_v[None, :], mask=m_tv, other=0).to(ACC)
-        b_X -= tl.dot(b_W, b_state, input_precision=PRECISION, out_dtype=ACC)
-        b_X = b_X.to(X.dtype.element_ty)
-        tl.store(X + (o_row * H + i_h)[:, None] * V + o_v[None, :], b_X, mask=m_tv)
         b_k = tl.load(k + o_row[:, None] * stride + i_h // RK * K + o_k[None, :], mask=m_tk, other=0)
+        b_Y = tl.load(Y + (o_row * H + i_h)[:, None] * V + o_v[None, :], mask=m_tv, other=0)
         b_beta = tl.load(beta + o_row * H + i_h, mask=m_t, other=0)
-        b_G = load_decays(G, o_row, i_h, H, K, o_k, m_tk, CHANNELS)
         b_end = load_end(G, bos + tl.minimum(i_t * BT + BT, length) - 1, i_h, H, K, o_k, CHANNELS)
-        b_w = (b_k.to(ACC) * (b_beta[:, None] * tl.exp(b_end - b_G))).to(b_k.dtype)
-        b_s = tl.dot(tl.trans(b_w), b_X, b_s * tl.trans(tl.exp(b_end)), input_precision=PRECISION, out_dtype=ACC)
+        b_state = b_s.to(states.dtype.element_ty)
+        tl.store(states + ((i_c + i_t).to(tl.int64) * H + i_h) * K * V + o_s, b_state, mask=m_s)
+        b_X = b_Y.to(ACC) - tl.dot(b_W, b_state, input_precision=PRECISION, out_dtype=ACC)
+        tl.store(X + (o_row * H + i_h)[:, None] * V + o_v[None, :], b_X.to(X.dtype.element_ty), mask=m_tv)
+        if CHANNELS:
+            b_w = b_X * b_beta[:, None]
+        else:
+            b_G = tl.load(G + o_row * H + i_h, mask=m_t, other=0)
+            b_w = b_X * (b_beta[:, None] * tl.exp(b_end - b_G[:, None]))
+        b_s *= tl.trans(tl.exp(b_end))
+        b_s = tl.dot(tl.trans(b_k), b_w.to(b_k.dtype), b_s, input_precision=PRECISION, out_dtype=ACC)
     tl.store(final + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
 
@@ -79,26 +84,30 @@ def gated_delta_scan_back_kernel(
     b_ds = tl.load(dfinal + i_nh.to(tl.int64) * K * V + o_s, mask=m_s, other=0).to(ACC)
     for i in range(0, chunks):
         i_t = chunks - 1 - i
-        b_dstate = b_ds.to(dstates.dtype.element_ty)
-        tl.store(dstates + ((i_c + i_t).to(tl.int64) * H + i_h) * K * V + o_s, b_dstate, mask=m_s)
         m_t = i_t * BT + o_t < length
         o_row = bos + i_t * BT + o_t
         m_tk, m_tv = m_t[:, None] & m_k[None, :], m_t[:, None] & m_v[None, :]
         b_do = tl.load(do + (o_row * H + i_h)[:, None] * V + o_v[None, :], mask=m_tv, other=0)
-        b_B = tl.load(B + (o_row * H + i_h)[None, :] * BT + o_t[:, None], mask=m_t[None, :], other=0)
-        b_dw = tl.dot(b_B, b_do, input_precision=PRECISION, out_dtype=ACC) * scale
-        b_G = load_decays(G, o_row, i_h, H, K, o_k, m_tk, CHANNELS)
-        b_end = load_end(G, bos + tl.minimum(i_t * BT + BT, length) - 1, i_h, H, K, o_k, CHANNELS)
+        b_B = tl.load(B + (o_row * H + i_h)[:, None] * BT + o_t[None, :], mask=m_t[:, None], other=0)
         b_k = tl.load(k + o_row[:, None] * s_k + i_h // RK * K + o_k[None, :], mask=m_tk, other=0)
-        b_k = (b_k.to(ACC) * tl.exp(b_end - b_G)).to(b_k.dtype)
-        b_dw = tl.dot(b_k, b_dstate, b_dw, input_precision=PRECISION, out_dtype=ACC)
-        tl.store(dwrites + (o_row * H + i_h)[:, None] * V + o_v[None, :], b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
         b_q = tl.load(q + o_row[:, None] * s_q + i_h // RQ * K + o_k[None, :], mask=m_tk, other=0)
-        b_q = (b_q.to(ACC) * (scale * tl.exp(b_G))).to(b_q.dtype)
         b_W = tl.load(W + (o_row * H + i_h)[:, None] * K + o_k[None, :], mask=m_tk, other=0)
         b_beta = tl.load(beta + o_row * H + i_h, mask=m_t, other=0)
+        b_end = load_end(G, bos + tl.minimum(i_t * BT + BT, length) - 1, i_h, H, K, o_k, CHANNELS)
+        b_dstate = b_ds.to(dstates.dtype.element_ty)
+        tl.store(dstates + ((i_c + i_t).to(tl.int64) * H + i_h) * K * V + o_s, b_dstate, mask=m_s)
+        b_dw = tl.dot(tl.trans(b_B), b_do, input_precision=PRECISION, out_dtype=ACC) * scale
+        if CHANNELS:
+            b_dw = tl.dot(b_k, b_dstate, b_dw, input_precision=PRECISION, out_dtype=ACC)
+            b_read = b_do
+        else:
+            b_G = tl.load(G + o_row * H + i_h, mask=m_t, other=0)[:, None]
+            b_dw += tl.dot(b_k, b_dstate, input_precision=PRECISION, out_dtype=ACC) * tl.exp(b_end - b_G)
+            b_read = (b_do.to(ACC) * (scale * tl.exp(b_G))).to(b_q.dtype)
+        tl.store(dwrites + (o_row * H + i_h)[:, None] * V + o_v[None, :], b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
         b_dw = (-b_beta[:, None] * b_dw).to(b_W.dtype)
-        b_ds = tl.dot(tl.trans(b_q), b_do, b_ds * tl.trans(tl.exp(b_end)), input_precision=PRECISION, out_dtype=ACC)
+        b_ds *= tl.trans(tl.exp(b_end))
+        b_ds = tl.dot(tl.trans(b_q), b_read, b_ds, input_precision=PRECISION, out_dtype=ACC)
         b_ds = tl.dot(tl.trans(b_W), b_dw, b_ds, input_precision=PRECISION, out_dtype=ACC)
     tl.store(dinitial + i_nh.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
 
@@ -110,7 +119,7 @@ def gated_delta_output_kernel(
     RQ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """o = scale * ((e^G * Q) S + B (beta X)) of one chunk, one head, one block of V."""
+    """o = (decayed q) S + scale B (beta X); with one decay per head, e^G scales rows of the product."""
     q, G, beta = inputs
     states, X, B = chunks
     T, NT, N, H, K, V = sizes
@@ -122,17 +131,18 @@ def gated_delta_output_kernel(
     m_t, m_v, o_row = o_t < length, o_v < V, bos + o_t
     m_tv = m_t[:, None] & m_v[None, :]
     p_s = states + (i_c.to(tl.int64) * H + i_h) * K * V
+    b_B = tl.load(B + (o_row * H + i_h)[:, None] * BT + o_t[None, :], mask=m_t[:, None], other=0)
+    b_X = tl.load(X + (o_row * H + i_h)[:, None] * V + o_v[None, :], mask=m_tv, other=0)
+    b_x = (b_X.to(ACC) * tl.load(beta + o_row * H + i_h, mask=m_t, other=0)[:, None]).to(b_X.dtype)
     b_o = tl.zeros([BT, BV], ACC)
     for i_k in range(0, K, BK):
         o_k = i_k + tl.arange(0, BK)
         m_k = o_k < K
         m_tk = m_t[:, None] & m_k[None, :]
         b_q = tl.load(q + o_row[:, None] * stride + i_h // RQ * K + o_k[None, :], mask=m_tk, other=0)
-        b_q = (b_q.to(ACC) * tl.exp(load_decays(G, o_row, i_h, H, K, o_k, m_tk, CHANNELS))).to(b_q.dtype)
         b_h = tl.load(p_s + o_k[:, None] * V + o_v[None, :], mask=m_k[:, None] & m_v[None, :], other=0)
         b_o = tl.dot(b_q, b_h, b_o, input_precision=PRECISION, out_dtype=ACC)
-    b_B = tl.load(B + (o_row * H + i_h)[:, None] * BT + o_t[None, :], mask=m_t[:, None], other=0)
-    b_X = tl.load(X + (o_row * H + i_h)[:, None] * V + o_v[None, :], mask=m_tv, other=0)
-    b_B = (b_B.to(ACC) * tl.load(beta + o_row * H + i_h, mask=m_t, other=0)[None, :]).to(b_X.dtype)
-    b_o = tl.dot(b_B, b_X, b_o, input_precision=PRECISION, out_dtype=ACC) * scale
+    if not CHANNELS:
+        b_o *= scale * tl.exp(tl.load(G + o_row * H + i_h, mask=m_t, other=0))[:, None]
+    b_o += scale * tl.dot(b_B, b_x, input_precision=PRECISION, out_dtype=ACC)
     tl.store(o + (o_row * H + i_h)[:, None] * V + o_v[None, :], b_o.to(o.dtype.element_ty), mask=m_tv)

@@ -4,7 +4,7 @@
 `hf_memmix.backbones`, and the result is compared with the model's own logits once.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +14,45 @@ from hf_memmix.backbones import backbone_of
 from hf_memmix.errors import UserError
 
 
-def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function from last hidden states [..., d] to logits [..., V] that equals the model's own.
+class LogitsHead:
+    """A function from last hidden states [..., d] to logits [..., V], with its parameters.
+
+    No step keeps the logits for its backward pass, so their memory may be used for something else.
+    """
+
+    def __init__(self, projection: nn.Module, divisor: float | None, factor: float | None, softcap: float | None):
+        self._projection, self._divisor, self._factor, self._softcap = projection, divisor, factor, softcap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self._projection(hidden)
+        if self._divisor is not None:
+            logits = logits / self._divisor
+        if self._factor is not None:
+            logits = logits * self._factor
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the projection."""
+        return self._projection.parameters()
+
+
+def logits_head(model: nn.Module) -> LogitsHead:
+    """The head of a model, whose logits equal the model's own.
 
     Raises:
         ValueError: the logits differ from the model's; then the family's row in `hf_memmix.backbones` is incomplete.
     """
-    config, projection, named = model.config, model.get_output_embeddings(), backbone_of(model.config).logits
-    divisor, factor, softcap = (
+    config, named = model.config, backbone_of(model.config).logits
+    numbers = (
         None if name is None else getattr(config, name, None) for name in (named.divisor, named.factor, named.softcap)
     )
-
-    def head(hidden: Tensor) -> Tensor:
-        logits = projection(hidden)
-        if divisor is not None:
-            logits = logits / divisor
-        if factor is not None:
-            logits = logits * factor
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
+    head = LogitsHead(model.get_output_embeddings(), *numbers)
     _check(model, head)
     return head
 
 
 @torch.no_grad()
-def _check(model: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
+def _check(model: nn.Module, head: LogitsHead) -> None:
     training = model.training
     model.eval()
     probe = torch.arange(4, device=execution_device(model.get_input_embeddings()))[None]

@@ -28,6 +28,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    masking_utils,
 )
 
 # names of activation functions, for clear errors about unknown ones
@@ -84,6 +85,7 @@ __all__ = [
     "load_generation_config",
     "load_under_other_names",
     "loaded_in_fp32",
+    "masks_without_looking",
     "model_class_of",
     "name_in_plan",
     "native_class",
@@ -435,3 +437,19 @@ class DistributionHooks:
         """`save_pretrained` writes what this returns."""
         state_dict = self.whole_tensors(state_dict)
         return super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs)
+
+
+@contextmanager
+def masks_without_looking():
+    """Inside this context, models without a padding mask make no mask and do not look at positions: nothing is packed.
+
+    The library looks for packed documents in the positions of every batch, which waits for the GPU. While a CUDA graph
+    is recorded it must not, and then it would make masks of size T^2, with which attention runs other kernels.
+    """
+    own = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = own

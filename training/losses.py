@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hf_memmix.errors import UserError
+from hf_memmix.training.chunk_sums import sum_over_chunks
+from hf_memmix_kernels.rowwise import forward_kl_
 
 
 def relative_mse(student: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -65,21 +66,21 @@ def chunked_forward_kl(
 
     `mask` [B, T] is 1 at the tokens that count. All processes divide by the same mean of their numbers, so the mean of
     their losses is that over all of these tokens.
-    Only the logits of `chunk_tokens` tokens are in memory at a time: they are freed in the forward pass and computed
-    again in the backward pass. So the memory is a few fp32 tensors of size `chunk_tokens * V` instead of `B * T * V`.
-    The gradients are those of the loss without chunks.
+    Only the logits of `chunk_tokens` tokens are in memory at a time, see `chunk_sums.sum_over_chunks`: those of both
+    models, and what the divergence needs (nothing on a GPU: `hf_memmix_kernels.rowwise.forward_kl_`). The gradients
+    are those of the loss without chunks.
     """
     student_hidden = student_hidden.flatten(0, -2)
     teacher_hidden = teacher_hidden.detach().flatten(0, -2)
     weight = None if mask is None else mask.flatten().to(torch.float32)
 
-    def total(student_chunk: Tensor, teacher_chunk: Tensor, weight_chunk: Tensor | None) -> Tensor:
+    def divergence(logits: Tensor, teacher_chunk: Tensor, weight_chunk: Tensor | None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             teacher_logits = teacher_head(teacher_chunk)
-        kl = forward_kl(student_head(student_chunk), teacher_logits)
-        return kl.sum() if weight_chunk is None else (kl * weight_chunk).sum()
+        kl = forward_kl_(logits, teacher_logits, weight_chunk)
+        return (kl if weight_chunk is None else kl * weight_chunk).sum(), logits
 
-    loss = _sum_over_chunks(total, chunk_tokens, student_hidden, teacher_hidden, weight)
+    loss = sum_over_chunks(divergence, student_head, chunk_tokens, student_hidden, teacher_hidden, weight)
     return loss / _count(student_hidden, weight)
 
 
@@ -128,12 +129,15 @@ def chunked_top_k_kl(
 
     weight = None if mask is None else mask.flatten().to(torch.float32)
 
-    def total(hidden: Tensor, weight_chunk: Tensor | None, *targets: Tensor) -> Tensor:
-        kl = top_k_kl(student_head(hidden), *targets)
-        return kl.sum() if weight_chunk is None else (kl * weight_chunk).sum()
+    def divergence(logits: Tensor, weight_chunk: Tensor | None, *targets: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            kl = top_k_kl(logits.requires_grad_(), *targets)
+            total = (kl if weight_chunk is None else kl * weight_chunk).sum()
+        return total.detach(), torch.autograd.grad(total, logits)[0]
 
     hidden, log_probs, ids = (x.flatten(0, -2) for x in (student_hidden, teacher_log_probs, teacher_ids))
-    loss = _sum_over_chunks(total, chunk_tokens, hidden, weight, log_probs, ids, teacher_log_rest.flatten())
+    targets = log_probs, ids, teacher_log_rest.flatten()
+    loss = sum_over_chunks(divergence, student_head, chunk_tokens, hidden, weight, *targets)
     return loss / _count(hidden, weight)
 
 
@@ -145,14 +149,3 @@ def _count(hidden: Tensor, weight: Tensor | None) -> Tensor | int:
 def _log_rest(log_p: Tensor, ids: Tensor) -> Tensor:
     """The log of the probability of all tokens but `ids` [..., k], from log-probabilities [..., V]."""
     return log_p.scatter(-1, ids, float("-inf")).logsumexp(-1)
-
-
-def _sum_over_chunks(total: Callable[..., Tensor], chunk_tokens: int, *tensors: Tensor | None) -> Tensor:
-    """The sum of `total` over chunks of `chunk_tokens` rows of the tensors (or None); each chunk is checkpointed."""
-    if chunk_tokens < 1:
-        raise UserError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-    loss = 0.0
-    for start in range(0, tensors[0].shape[0], chunk_tokens):
-        part = [None if tensor is None else tensor[start : start + chunk_tokens] for tensor in tensors]
-        loss = loss + checkpoint(total, *part, use_reentrant=False)
-    return loss

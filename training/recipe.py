@@ -67,6 +67,8 @@ class Recipe:
     far_window: tokens of that window; 0 is the window beside the memory (`local_window`).
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
+    cuda_graph: record the forward and backward pass of a step once and repeat it, see `step_graph`; "auto": where it
+        can be done, that is on one GPU, without `pack`, `gradient_checkpointing` and `quantize`.
     pack: no layer mixes tokens of two documents. A teacher whose family ignores packing (GPT-OSS, BioGPT) is refused.
     bos: what begins as the tokenizer begins a text, for a tokenizer that adds BOS. "rows": every row, also one that
         is cut in the middle of a document, because a student that generates always reads BOS first; "documents":
@@ -97,6 +99,7 @@ class Recipe:
     chunk_tokens: int = 2048
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
+    cuda_graph: str | bool = "auto"
     pack: bool = False
     bos: str = "rows"
     loss: str = "all"
@@ -129,8 +132,9 @@ class Recipe:
                 f" learning rate; give at most {self.steps}, or more steps"
             )
         _check_rates("the recipe", {name: getattr(self, name) for name in RATES})
-        if self.bf16 not in ("auto", True, False):
-            raise UserError(f'bf16 is {self.bf16!r}; it must be "auto", true or false')
+        for name in ("bf16", "cuda_graph"):
+            if (value := getattr(self, name)) not in ("auto", True, False):
+                raise UserError(f'{name} is {value!r}; it must be "auto", true or false')
         if self.teacher not in TEACHERS and not self.cache_dir:
             raise UserError(f"teacher is {self.teacher!r}; it must be {', '.join(TEACHERS)} or cache:DIR")
         if self.teacher != "copy" and self.stage == "align":

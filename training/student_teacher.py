@@ -6,10 +6,12 @@ dict, checkpoint or optimizer, and is not sharded.
 """
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from hf_memmix._transformers import masks_without_looking
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
@@ -18,6 +20,7 @@ from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training._trainer_hooks import WrappedByUnits
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
+from hf_memmix.training.step_graph import StepGraph
 
 
 class StudentTeacher(WrappedByUnits, nn.Module):
@@ -36,6 +39,7 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         if teacher is not None:
             teacher.eval().requires_grad_(False)
         self._unregistered = (student, teacher)  # nn.Module does not register modules in a tuple
+        self._graph: StepGraph | None = None
 
     @property
     def plain_student(self) -> nn.Module:
@@ -58,6 +62,14 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         """The student's name of each tensor, by its name in this module."""
         raise NotImplementedError
 
+    def record_steps(self) -> None:
+        """From now on, run the steps as one CUDA graph, see `StepGraph`. No parameter may be frozen afterwards."""
+        self._graph = StepGraph(self._step, [parameter for parameter in self.parameters() if parameter.requires_grad])
+
+    def forget_steps(self) -> None:
+        """Run without a graph again, and free its memory."""
+        self._graph = None
+
     def forward(
         self,
         input_ids: Tensor,
@@ -68,8 +80,16 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document. The loss is multiplied by
         `loss_weight`, a scalar. Among `targets`, `loss_mask` [B, T] is true at the tokens that count.
         """
-        with self.autocast(input_ids.device):
-            return {"loss": self.loss(input_ids, position_ids, **targets).float() * loss_weight}
+        if self._graph is None or position_ids is not None:  # the shape of what is packed differs from step to step
+            loss = self._step(input_ids, position_ids, **targets)
+        else:
+            loss = self._graph({"input_ids": input_ids, **targets})
+        return {"loss": loss * loss_weight}
+
+    def _step(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> Tensor:
+        masks = nullcontext() if position_ids is not None else masks_without_looking()
+        with self.autocast(input_ids.device), masks:
+            return self.loss(input_ids, position_ids, **targets).float()
 
 
 class AlignStudentTeacher(StudentTeacher):

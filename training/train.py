@@ -34,6 +34,7 @@ from hf_memmix.training.groups import freeze_by_rate, refuse_shared
 from hf_memmix.training.recipe import Recipe, load_recipe, shortened_warmup
 from hf_memmix.training.run_identity import find_checkpoint, identity_of
 from hf_memmix.training.run_lock import run_lock
+from hf_memmix.training.step_graph import obstacle
 from hf_memmix.training.student_teacher import (
     AlignStudentTeacher,
     DistillStudentTeacher,
@@ -143,6 +144,8 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         if callbacks:
             for default in (ProgressCallback, PrinterCallback):
                 trainer.remove_callback(default)
+        if record_steps(recipe, arguments.device):
+            pair.record_steps()
         seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
             sharded.unshard_student(pair)
@@ -151,6 +154,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         else:
             student.to(arguments.device)
     finally:
+        pair.forget_steps()
         if recipe.gradient_checkpointing:
             student.gradient_checkpointing_disable()
         teachers.merge_lora(student)
@@ -169,6 +173,16 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         "resumed": checkpoint is not None,
         "log": log,
     }
+
+
+def record_steps(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a run records its steps as a CUDA graph. Raises ValueError if it should and cannot."""
+    reason = obstacle(recipe, device)
+    if recipe.cuda_graph is True and reason is not None:
+        raise UserError(f"cuda_graph is true, but the steps of this run cannot be recorded: {reason}; set it to auto")
+    if device.type == "cuda" and (reason or not recipe.cuda_graph):
+        logger.info("steps run without a CUDA graph: %s", reason or "cuda_graph is false")
+    return reason is None and bool(recipe.cuda_graph)
 
 
 def in_training_dtype(student: nn.Module, recipe: Recipe) -> nn.Module:

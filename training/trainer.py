@@ -1,5 +1,6 @@
 """The Hugging Face Trainer for a `StudentTeacher`: learning rates by group, counted tokens, atomic checkpoints."""
 
+import math
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ class PairTrainer(TrainerHooks):
 
     def __init__(self, *args, parameter_rates: dict, identity: dict, tokens_per_step: int, **kwargs):
         self._staging: Path | None = None
+        self._unread: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.parameter_rates, self.identity, self.tokens_per_step = parameter_rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
         self.add_callback(_LogTheLastStep())
@@ -103,15 +105,31 @@ class PairTrainer(TrainerHooks):
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        if not torch.isfinite(loss):
-            raise UserError(self._diverged(f"the loss is {loss.item()}"))
+        self.check_loss()
+        self._unread = loss.to("cpu", non_blocking=True), torch.cuda.Event() if loss.is_cuda else None
+        if loss.is_cuda:  # the next step reads it, so that the program need not wait for the GPU here
+            self._unread[1].record()
+        else:
+            self.check_loss()
+        return loss
+
+    def check_loss(self) -> None:
+        """Read the loss of the last step that was not read yet. Raises ValueError if it is not finite."""
+        if self._unread is None:
+            return
+        (loss, arrival), self._unread = self._unread, None
+        if arrival is not None:
+            arrival.synchronize()
+        loss = loss.item()
+        if not math.isfinite(loss):
+            raise UserError(self._diverged(f"the loss is {loss}"))
         # the loss of this process and the last micro-batch, which the Trainer has divided by the accumulation steps.
         # The progress display shows it between two logs
-        self.state.newest_loss = loss.item() * self.current_gradient_accumulation_steps
-        return loss
+        self.state.newest_loss = loss * self.current_gradient_accumulation_steps
 
     def check_weights(self) -> None:
         """Raise ValueError if a trained weight is not finite: the gradient of a finite loss can be infinite."""
+        self.check_loss()
         part = sharded.whole if self.is_deepspeed_enabled else sharded.local  # of ZeRO-3's part, the end is undefined
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not torch.isfinite(part(parameter)).all():

@@ -103,6 +103,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         "logging_steps": max(1, recipe.steps // 50),
         "seed": recipe.seed,
         "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # it reads every loss at once, which waits for the GPU; ours are checked
         "report_to": "none",
         "ddp_find_unused_parameters": False,
         "remove_unused_columns": False,

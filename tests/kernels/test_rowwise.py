@@ -8,9 +8,11 @@ from ops_table import TOLERANCE
 
 from hf_memmix_kernels.rowwise import (
     decay,
+    forward_kl_,
     gated_norm,
     gated_product,
     naive_decay,
+    naive_forward_kl,
     naive_gated_norm,
     naive_gated_product,
     naive_unit_heads,
@@ -238,3 +240,36 @@ def test_compiled_code_sees_plain_operators(backend):
 def test_bad_input_raises(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(2, 3, 4, 16), torch.ones(16))
+
+
+# rows, vocabulary, and the size of the logits: a certain teacher's probabilities are zero in float32
+LOGITS = [(3, 4099, 1.0), (2, 2048, 30.0), (1, 5, 300.0), (4, 1, 1.0)]
+
+
+@pytest.mark.product_rows(r"triton-.*(float16|bfloat16|float64)")
+@every_dtype
+@pytest.mark.parametrize("shape", LOGITS, ids=str)
+def test_forward_kl_and_its_gradient_equal_naive(shape, dtype, backend, poisoned_empty):
+    rows, size, scale = shape
+    wide = scale * randn(rows, size + 3, dtype=torch.float32)
+    student, teacher = wide.to(dtype)[:, :size], (wide + 0.5 * randn(rows, size + 3, dtype=torch.float32)).to(dtype)
+    teacher, weight = teacher[:, 3:].contiguous(), torch.arange(rows, device=DEVICE).float()
+    leaf = student.detach().clone().requires_grad_()
+    want = naive_forward_kl(leaf, teacher)
+    gradient = torch.autograd.grad((want * weight).sum(), leaf)[0]
+    rest = wide.to(dtype)[:, size:].clone()
+    got = forward_kl_(student, teacher, weight)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(
+        {"kl": got, "d student": student}, {"kl": want.detach(), "d student": gradient}, lambda name: TOLERANCE[dtype]
+    )
+    assert rest.isfinite().all()
+
+
+def test_forward_kl_of_hidden_words_is_finite_and_nan_stays(backend):
+    student, teacher = randn(2, 64, dtype=torch.float32), randn(2, 64, dtype=torch.float32)
+    student[:, 5], teacher[:, 5:9] = float("-inf"), float("-inf")
+    kl = forward_kl_(student, teacher)
+    assert kl.isfinite().all() and (kl > 0).all() and student.isfinite().all() and (student[:, 5] == 0).all()
+    student[1, 3] = float("nan")
+    assert forward_kl_(student, teacher).isfinite().tolist() == [True, False]

@@ -6,12 +6,14 @@ from torch import Tensor
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2
 from .._tape import taped
 from .kernels.decay import decay_bwd_kernel, decay_fwd_kernel
+from .kernels.forward_kl import forward_kl_kernel
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
 from .kernels.gated_product import gated_product_bwd_kernel, gated_product_fwd_kernel
 from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
 
 TILE = 4096  # elements of each tensor that one program holds
 PRODUCT_TILE, PRODUCT_WARPS = 2048, 4  # the same of a program of the product, and its num_warps
+KL_TILE, KL_WARPS = 2048, 8  # logits that a program of the divergence reads at a time, and its num_warps
 LOOPS = 16  # tiles per program in the backward of the norm, at most; it sums the gradient of the weight over them
 PROGRAMS = 512  # with fewer programs, multiprocessors would wait, so a program then has fewer tiles
 PARTIAL_SUMS = 2**18  # numbers that all programs leave for torch to sum; more take longer than the wait (README)
@@ -188,3 +190,15 @@ def decay_bwd_triton(ddt: Tensor | None, dg: Tensor | None, x: Tensor, bias: Ten
     decay_bwd_kernel[(programs,)](upstream, (x, bias, A_log), dx, dparams, stride=stride, **arguments)
     dbias, dA_log = dparams.sum(0)
     return dx, dbias.to(bias.dtype), dA_log.to(A_log.dtype)
+
+
+def forward_kl_triton(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+    """The divergence [N] in the dtype of sums; the rows of `student` [N, V] become its gradient times `weight` [N]."""
+    kl = torch.empty(student.shape[0], dtype=torch.promote_types(student.dtype, torch.float32), device=student.device)
+    if student.numel():
+        tile = min(KL_TILE, next_power_of_2(student.shape[1]))
+        forward_kl_kernel[(student.shape[0],)](
+            student, teacher, weight, kl, student.shape[1], student.stride(0), teacher.stride(0),
+            BLOCK=tile, ACC=accumulator(student.dtype), num_warps=KL_WARPS,
+        )  # fmt: skip
+    return kl

@@ -7,12 +7,20 @@ path and fuses them with the operators before and after them.
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .._dispatch import native_library, use_triton
 from .._registration import eager_function, module, needs_op
 from .native_path import decay_native, gated_norm_native, runs_native, unit_heads_native
-from .torch_path import ACTIVATIONS, decay_torch, gated_norm_torch, gated_product_torch, unit_heads_torch
+from .torch_path import (
+    ACTIVATIONS,
+    decay_torch,
+    forward_kl_torch,
+    gated_norm_torch,
+    gated_product_torch,
+    unit_heads_torch,
+)
 
 MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in registers
 
@@ -226,3 +234,34 @@ def decay(
     if not runs_kernels(x, bias, A_log):
         return decay_torch(x, bias, A_log, limit, smallest, largest)
     return _decay(x, bias, A_log, limit, smallest, largest)
+
+
+@torch.no_grad()
+def forward_kl_(student: Tensor, teacher: Tensor, weight: Tensor | None = None) -> Tensor:
+    """KL(teacher || student) = sum_v p_t (log p_t - log p_s) of every row of logits; the student's logits are replaced
+    by the gradient of sum_n weight_n KL_n, which is weight_n (p_s - p_t).
+
+    So a loss over a vocabulary needs no tensor of its size beside the logits. Autograd does not see this function.
+
+    Args:
+        student, teacher: [N, V]. `student` is changed.
+        weight: [N], e.g. 1 at the tokens that count; None: all ones. It does not change the result, only the gradient.
+
+    Returns:
+        [N] in float32 (float64 for a float64 student), in which sums and exponentials are computed.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if student.dim() != 2 or teacher.shape != student.shape:
+        raise ValueError(
+            f"forward_kl_: student and teacher must be [N, V], got {tuple(student.shape)} and {tuple(teacher.shape)}"
+        )
+    if weight is None:
+        weight = torch.ones(student.shape[0], device=student.device)
+    if weight.shape != student.shape[:1]:
+        raise ValueError(f"forward_kl_: weight must be [N={student.shape[0]}], got {tuple(weight.shape)}")
+    by_rows = student.stride(1) == teacher.stride(1) == 1 and weight.is_contiguous()
+    if by_rows and not needs_op((student, teacher, weight)) and use_triton(student, "rowwise"):
+        return launch().forward_kl_triton(student, teacher, weight)
+    return forward_kl_torch(student, teacher, weight)

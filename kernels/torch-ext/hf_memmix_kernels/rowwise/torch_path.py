@@ -66,3 +66,12 @@ def decay_torch(
     if smallest is not None or largest is not None:
         dt = dt.clamp(smallest, largest)
     return dt, -A_log.to(dtype).exp() * dt
+
+
+def forward_kl_torch(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+    dtype = compute_dtype(student.dtype)
+    log_s, log_t = (logits.to(dtype).log_softmax(-1) for logits in (student, teacher))
+    p_t = log_t.exp()
+    kl = torch.where(p_t == 0, 0, p_t * (log_t - log_s)).sum(-1)
+    student.copy_(log_s.exp_().sub_(p_t).mul_(weight.to(dtype)[:, None]))
+    return kl

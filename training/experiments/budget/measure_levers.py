@@ -1,0 +1,352 @@
+"""Measures what makes the stages `align` and `distill` of a small model slow on one GPU, lever by lever.
+
+    python training/experiments/budget/measure_levers.py --out training/experiments/budget/results/levers_h100.json
+
+Rows: the fused loss against float64; steps of a 135M shape (16 x 1024 tokens) with the loss as it was (checkpointed,
+in eager float32), with the fused loss, with a CUDA graph of the step, with compiled layers, and with all of them; the
+same run through the Trainer; and a 1.2B shape (4 x 2048 tokens). A profile names the kernels that take the time. A row
+that fails is recorded with its error.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import gc
+import json
+import logging
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import decoder_layers
+from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.training import student_teacher
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.experiments.budget.measure_training import SIZES, TINY, materialise, prepared
+from hf_memmix.training.losses import forward_kl
+from hf_memmix.training.planning.memory import Settings
+from hf_memmix.training.train import train
+from hf_memmix_kernels.rowwise import forward_kl_, naive_forward_kl
+
+SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMALL |= {"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True}
+SHAPES = {"135M": SMALL, "1.2B": SIZES["1.2B"], "tiny": TINY}
+EIGHT = [3, 7, 11, 15, 19, 23, 27, 29]
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+def models(size: str, keep, options: dict):
+    fields = SHAPES[size]
+    keep = [layer for layer in keep if layer < fields["num_hidden_layers"]]
+    with torch.device("meta"):
+        teacher = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=torch.bfloat16)
+    student = convert_model(teacher.eval(), **({"mixer": "gka"} | options), keep=keep or None)
+    materialise(teacher, student, DEVICE)
+    return teacher, student
+
+
+def sync() -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def loss_as_it_was(student_hidden, teacher_hidden, student_head, teacher_head, mask=None, chunk_tokens=2048):
+    """The checkpointed loss in eager float32, which computes logits twice."""
+    ours, theirs = student_hidden.flatten(0, -2), teacher_hidden.detach().flatten(0, -2)
+
+    def total(ours, theirs):
+        with torch.no_grad():
+            logits = teacher_head(theirs)
+        return forward_kl(student_head(ours), logits).sum()
+
+    loss = 0.0
+    for at in range(0, len(ours), chunk_tokens):
+        rows = slice(at, at + chunk_tokens)
+        loss = loss + checkpoint(total, ours[rows], theirs[rows], use_reentrant=False)
+    return loss / len(ours)
+
+
+@contextlib.contextmanager
+def old_loss(on: bool):
+    own = student_teacher.chunked_forward_kl
+    if on:
+        student_teacher.chunked_forward_kl = loss_as_it_was
+    try:
+        yield
+    finally:
+        student_teacher.chunked_forward_kl = own
+
+
+def compile_layers(pair, stage: str) -> None:
+    """Compile the decoder layers; in align, whose hooks are on the teacher's attention, its other parts."""
+    if stage == "distill":
+        parts = [*decoder_layers(pair.teacher), *decoder_layers(pair.plain_student)]
+    else:
+        parts = [*pair.mixers.values()]
+        for layer in decoder_layers(pair.teacher):
+            parts += [layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+    for part in parts:
+        part.compile(backend="inductor" if CUDA else "aot_eager")
+
+
+class Step:
+    """A step of training of a pair, and its times."""
+
+    def __init__(
+        self, stage: str, size: str, keep=(), rows: int = 16, length: int = 1024, options=None, chunk: int = 2048
+    ):
+        self.settings = Settings(stage, rows=rows, length=length, chunk_tokens=chunk)
+        teacher, student = models(size, keep, options or {})
+        self.pair, self.optimizer = prepared(teacher, student, self.settings, CUDA)
+        self.trained = [parameter for parameter in self.pair.parameters() if parameter.requires_grad]
+        vocabulary = SHAPES[size]["vocab_size"]
+        self.tokens = torch.randint(3, vocabulary, (8, rows, length), device=DEVICE)
+        self.count = 0
+
+    def passes(self):
+        self.count += 1
+        loss = self.pair(self.tokens[self.count % 8])["loss"]
+        loss.backward()
+        return loss
+
+    def update(self):
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def __call__(self):
+        loss = self.passes()
+        self.update()
+        return loss
+
+    def times(self, untimed: int, timed: int) -> dict:
+        start = sync()
+        for _ in range(untimed):
+            loss = self()
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        begin = sync()
+        for _ in range(timed):
+            loss = self()
+        launched = time.perf_counter()
+        end = sync()
+        seconds = (end - begin) / timed
+        found = {"ms": round(seconds * 1e3, 1), "tokens_s": round(self.settings.tokens / seconds)}
+        found |= {"host_ms": round((launched - begin) / timed * 1e3, 1), "untimed_s": round(begin - start, 1)}
+        found["loss"] = loss.item()
+        if CUDA:
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            self.passes()
+            begin = sync()
+            self.update()
+            found["update_ms"] = round((sync() - begin) * 1e3, 1)
+        return found
+
+    def profile(self, rows: int = 45) -> dict:
+        """Kernels of one step by their time, and how many there are."""
+        if not CUDA:
+            return {}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self()
+            torch.cuda.synchronize()
+        kernels = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        shown = [
+            [event.key[:110], event.count, round(event.self_device_time_total / 1e3, 2)] for event in kernels[:rows]
+        ]
+        return {
+            "kernel_ms": round(sum(event.self_device_time_total for event in kernels) / 1e3, 1),
+            "kernels": sum(event.count for event in kernels),
+            "top": shown,
+        }
+
+    def gradients(self) -> list[torch.Tensor]:
+        loss = self.pair(self.tokens[0])["loss"]
+        return [loss.detach().clone(), *torch.autograd.grad(loss, self.trained, allow_unused=True)]
+
+
+def difference(ours: list, theirs: list) -> float:
+    """The largest relative difference of a gradient, by its norm."""
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if b is not None]
+    return max(((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in pairs)
+
+
+def check_loss() -> dict:
+    """The fused loss against float64: values and gradients, relative by their norms."""
+    found = {}
+    cases = [(64, 49152, 3.0, torch.bfloat16), (5, 50257, 30.0, torch.bfloat16), (3, 128256, 300.0, torch.float32)]
+    cases += [(7, 1, 1.0, torch.float32), (33, 4099, 1.0, torch.bfloat16), (2048, 49152, 3.0, torch.bfloat16)]
+    cases = cases if CUDA else cases[3:5]
+    for rows, size, scale, dtype in cases:
+        student = (scale * torch.randn(rows, size, device=DEVICE)).to(dtype)
+        teacher = (student.float() + 0.1 * scale * torch.randn(rows, size, device=DEVICE)).to(dtype)
+        weight = (torch.rand(rows, device=DEVICE) > 0.3).float()
+        p = student.double().softmax(-1) - teacher.double().softmax(-1)
+        want = naive_forward_kl(student, teacher), p * weight[:, None]
+        got = forward_kl_(student, teacher, weight), student
+        name = f"{rows} x {size}, {scale}, {dtype}"
+        found[name] = [
+            ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(got, want, strict=True)
+        ]
+    if CUDA:
+        student, teacher = torch.randn(2, 2048, 49152, device=DEVICE, dtype=torch.bfloat16)
+        forward_kl_(student, teacher)
+        begin = sync()
+        for _ in range(20):
+            forward_kl_(student, teacher)
+        found["ms of 2048 x 49152"] = (sync() - begin) / 20 * 1e3
+    # the whole loss with its heads, against a dense one in float64
+    hidden = torch.randn(2, 300, 64, device=DEVICE, requires_grad=True)
+    ours, theirs = (nn.Linear(64, 4099, bias=False, device=DEVICE) for _ in range(2))
+    mask = torch.rand(2, 300, device=DEVICE) > 0.3
+    loss = student_teacher.chunked_forward_kl(hidden, hidden.detach() + 0.1, ours, theirs, mask, 128)
+    got = [loss.detach(), *torch.autograd.grad(loss, [hidden, ours.weight])]
+    deep, weight = hidden.detach().double().requires_grad_(), ours.weight.detach().double().requires_grad_()
+    dense = forward_kl(deep @ weight.T, (hidden.detach().double() + 0.1) @ theirs.weight.double().T)[mask].mean()
+    want = [dense.detach(), *torch.autograd.grad(dense, [deep, weight])]
+    found["loss, d hidden, d weight in fp32"] = [
+        ((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)
+    ]
+    return found
+
+
+def levers(stage: str, size: str, modes: list[str], profiled: list[str], timed: int = 8, **kwargs):
+    """Names and functions of the rows of one pair; a mode names its levers: old, graph, compile."""
+    made: dict = {}  # the pair, made by the first row
+
+    def row(mode: str) -> dict:
+        if "step" not in made:
+            gc.collect()
+            made["step"] = Step(stage, size, **kwargs)
+        step = made["step"]
+        if "compile" in mode and "compiled" not in made:
+            compile_layers(step.pair, stage)
+            made["compiled"] = True
+        step.pair.forget_steps()
+        graph = CUDA and "graph" in mode
+        if graph:
+            step.pair.record_steps()
+        with old_loss("old" in mode):
+            found = step.times(5 if CUDA else 1, timed if CUDA else 1)
+            if graph:
+                found["recorded"] = step.pair._graph._graph is not None
+            if mode in profiled:
+                found["profile"] = step.profile()
+            if graph and size != "1.2B":
+                recorded, step.pair._graph = step.pair._graph, None
+                plain, again = step.gradients(), step.gradients()
+                step.pair._graph = recorded
+                found["graph_against_eager"] = difference(step.gradients(), plain)
+                found["eager_against_eager"] = difference(again, plain)
+        if mode == modes[-1]:
+            made.clear()
+        return found
+
+    kept = len(kwargs.get("keep", ()))
+    for mode in modes:
+        yield f"{size} {stage}, {kept} kept {kwargs.get('options') or ''}: {mode}", functools.partial(row, mode)
+
+
+class Clock(TrainerCallback):
+    def __init__(self):
+        self.at = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 5 == 0:
+            self.at[state.global_step] = sync()
+
+
+def through_trainer(stage: str, size: str, graph, steps: int = 40 if CUDA else 12, rows: int = 16, length: int = 1024):
+    teacher, student = models(size, (), {})
+    vocabulary, clock = SHAPES[size]["vocab_size"], Clock()
+    data = TokenBlocks(torch.randint(3, vocabulary, (rows * length * steps,)), length)
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(
+            student, teacher, data, folder, recipe=stage, stage=stage, steps=steps, warmup_steps=5, batch_size=rows,
+            block_size=length, cuda_graph=graph, save_every=0, callbacks=[clock],
+        )  # fmt: skip
+    seconds = (clock.at[max(clock.at)] - clock.at[min(clock.at)]) / max(1, max(clock.at) - min(clock.at))
+    return {
+        "ms": round(seconds * 1e3, 1),
+        "tokens_s": round(rows * length / seconds),
+        "seconds": result["seconds"],
+        "losses": [result["first_loss"], result["last_loss"]],
+    }
+
+
+def plan(size: str):
+    """(name, function) of every row, made as they are needed."""
+    small = {"rows": 2, "length": 64} if size == "tiny" else {}
+    yield "fused loss against float64", check_loss
+    every = ["old", "fused", "fused graph", "compile", "compile graph"]
+    yield from levers("distill", size, every, ["old", "fused graph", "compile graph"], **small)
+    yield from levers("align", size, ["old", "graph", "compile", "compile graph"], ["graph", "compile graph"], **small)
+    for stage in ("distill", "align"):
+        yield f"{size} {stage} through the Trainer, graph", lambda s=stage: through_trainer(s, size, "auto", **small)
+    yield (
+        f"{size} distill through the Trainer, eager",
+        lambda: through_trainer("distill", size, False, 20 if CUDA else 10, **small),
+    )
+    if size == "135M":
+        yield from levers("distill", "1.2B", ["old", "fused", "fused graph"], ["fused graph"], 4, rows=4, length=2048)
+        yield from levers("align", "1.2B", ["old", "graph"], ["graph"], 4, rows=4, length=2048)
+    yield from levers("distill", size, ["fused graph", "compile graph"], [], keep=EIGHT, **small)
+    yield from levers("align", size, ["graph"], [], keep=EIGHT, **small)
+    for options in ({"mixer": "window"}, {"local_window": 64}):
+        yield from levers("distill", size, ["fused graph"], [], options=options, **small)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--seconds", type=float, default=215.0, help="begin no further row after so many seconds")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("hf_memmix").setLevel(logging.INFO)
+    faulthandler.dump_traceback_later(args.seconds + 20, exit=True)
+    begin, rows = time.perf_counter(), []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    steps = plan("tiny" if args.tiny else "135M")
+    while True:
+        at = time.perf_counter() - begin
+        name = "the models of a row"
+        try:
+            name, row = next(steps)
+            if at > args.seconds:
+                print(f"no time left for {name}", flush=True)
+                break
+            found = row()
+        except StopIteration:
+            break
+        except Exception as error:
+            found = {
+                "error": f"{type(error).__name__}: {str(error)[:300]}",
+                "traceback": traceback.format_exc()[-3000:],
+            }
+        rows.append({"row": name, "at_s": round(at, 1), "took_s": round(time.perf_counter() - begin - at, 1)} | found)
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "profile"}), flush=True)
+        if "profile" in found and found["profile"]:
+            profile = found["profile"]
+            print(f"  {profile['kernels']} kernels, {profile['kernel_ms']} ms", flush=True)
+            for key, count, ms in profile["top"]:
+                print(f"  {ms:8.2f} ms {count:6d} x {key}", flush=True)
+        row = None  # its models are not needed any more
+        write_json(args.out, {"environment": environment(DEVICE), "rows": rows})
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -75,13 +75,13 @@ class _GradientsAtOnce(torch.autograd.Function):
                 logits = head(leaf)
             value, d_logits = loss(logits.detach(), *rest)
             total.append(value)
-            inputs = [*([leaf] if hidden.requires_grad else []), *parameters]
-            if not inputs:
+            if not (inputs := [*([leaf] if hidden.requires_grad else []), *parameters]):
                 continue
             found = list(torch.autograd.grad(logits, inputs, d_logits))
             if hidden.requires_grad:
                 d_hidden[rows] = found.pop(0)
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
+            del logits, d_logits, found  # not beside the logits of the next chunk
         ctx.gradients = [d_hidden, *sums]
         return torch.stack(total).sum()
 

@@ -59,6 +59,8 @@ METHODS = {
     "transformers.masking_utils.create_masks_for_generate": (
         f"config inputs_embeds attention_mask {generation_door.CACHE}"
     ),
+    "transformers.masking_utils.find_packed_sequence_indices": "position_ids",
+    "transformers.masking_utils.is_tracing": "tensor",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping": "model_type",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
         "model_type_or_class_name mapping overwrite"

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_memmix.conversion.logits import LogitsHead
 from hf_memmix.training.losses import (
     chunked_forward_kl,
     chunked_top_k_kl,
@@ -130,3 +131,37 @@ def test_full_logits_are_never_alive():
         chunked_forward_kl(hidden, hidden.detach() + 1, *heads, chunk_tokens=chunk).backward()
     assert hidden.grad is not None
     assert max(seen) == max(vocabulary * hidden_size, chunk * vocabulary) < tokens * vocabulary
+
+
+class Scaled(nn.Module):
+    """Stands for a projection that is not a plain linear layer."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.ones(17, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "capped", "composed"])
+def test_gradients_of_a_head_are_known_after_the_forward_pass(pair, kind, frozen):
+    """Of linear heads, of scaled and capped logits, and of other modules; frozen heads and hidden states too."""
+    hidden, teacher, linear, teacher_head = pair
+    projection = Scaled(linear) if kind == "composed" else linear
+    head = LogitsHead(projection, 2.0, 3.0, 5.0) if kind == "capped" else LogitsHead(projection, None, None, None)
+    projection.requires_grad_(not frozen)
+    inputs = [hidden, *([] if frozen else projection.parameters())]
+    calls = []
+    linear.register_forward_hook(lambda *args: calls.append(len(args[2])))
+    loss = 3 * chunked_forward_kl(hidden, teacher, head, teacher_head, chunk_tokens=7)
+    grads = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert calls == [7, 7, 4]
+    with pytest.raises(RuntimeError, match="taken already"):
+        torch.autograd.grad(loss, inputs)
+    dense = 3 * forward_kl(head(hidden), teacher_head(teacher)).mean()
+    for got, want in zip(grads, torch.autograd.grad(dense, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(3 * chunked_forward_kl(hidden, teacher, head, teacher_head), dense.detach())

@@ -194,7 +194,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_logits_of_a_chunk_take_what_the_loss_holds(cached):
-    tokens, hidden, vocabulary, chunk = 64, 8, 4096, 32
+    tokens, hidden, vocabulary, chunk = 256, 8, 4096, 128
     head = nn.Linear(hidden, vocabulary, bias=False).bfloat16()
     states = torch.randn(1, tokens, hidden).bfloat16().requires_grad_()
     targets = top_k_of(head(states.detach()), 16)
@@ -204,7 +204,8 @@ def test_the_logits_of_a_chunk_take_what_the_loss_holds(cached):
         else:
             loss = chunked_forward_kl(states, states.detach(), head, head, chunk_tokens=chunk)
         loss.backward()
-    per = TOP_K_BYTES if cached else LOGIT_BYTES
+    # without Triton, the log-probabilities of both, the teacher's probabilities and what is zero of them
+    per = TOP_K_BYTES if cached else LOGIT_BYTES + 3 * 4 + 1
     assert per * chunk * vocabulary == pytest.approx(counted.peak, rel=0.1)
 
 

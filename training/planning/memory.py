@@ -24,9 +24,9 @@ BF16, FP32 = 2, 4
 # bytes of optimizer states per trained parameter that are on the GPU; those in 8 bit have an fp32 scale for 256
 # values. Paged states are in the memory of the CPU while the GPU has no room for them
 OPTIMIZERS = {"adamw_torch_fused": 8.0, "adamw_bnb_8bit": 2 * (1 + 4 / 256), "paged_adamw_8bit": 0.0}
-# tensors [tokens, vocabulary] that `chunked_forward_kl` holds at its largest: the logits of both models in bf16, and
-# in fp32 the log-probabilities of both, the teacher's probabilities, their difference and its product
-LOGIT_BYTES = 2 * BF16 + 5 * FP32
+# tensors [tokens, vocabulary] that `chunked_forward_kl` holds at its largest, with Triton: the logits of both models
+# in bf16; the student's become their gradient
+LOGIT_BYTES = 2 * BF16
 # and `chunked_top_k_kl`: the student's logits and their gradient in bf16, and in fp32 its log-probabilities, their
 # copy without the top k, the exponentials of both and a gradient
 TOP_K_BYTES = 2 * BF16 + 5 * FP32
@@ -133,9 +133,9 @@ def _distill(s: Shapes, run: Settings) -> Memory:
         "activations": layer_bytes(s, run) + BF16 * s.inner * 3 * run.tokens,  # and gradients within the layer
         "logits": 0.0,
     }
-    if run.checkpointing and not run.lora:
-        # the gradient of the output projection comes first, while chunks of logits are still computed
-        forward["gradients"] = FP32 * s.head / share
+    if not run.lora:
+        # the gradient of the output projection comes first, with that of a chunk of tokens in both dtypes
+        forward["gradients"] = FP32 * s.head / share + (BF16 + FP32) * s.head
     worse = max(forward, backward, key=lambda part: sum(part.values()))
     return Memory(weights, optimizer, teacher, **worse)
 

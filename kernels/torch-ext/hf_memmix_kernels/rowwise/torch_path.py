@@ -72,6 +72,6 @@ def forward_kl_torch(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor
     dtype = compute_dtype(student.dtype)
     log_s, log_t = (logits.to(dtype).log_softmax(-1) for logits in (student, teacher))
     p_t = log_t.exp()
-    kl = torch.where(p_t == 0, 0, p_t * (log_t - log_s)).sum(-1)
+    kl = log_t.sub_(log_s).mul_(p_t).masked_fill_(p_t == 0, 0).sum(-1)
     student.copy_(log_s.exp_().sub_(p_t).mul_(weight.to(dtype)[:, None]))
     return kl

@@ -6,11 +6,13 @@ import contextlib
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_memmix.conversion import convert_model
 from hf_memmix.errors import UserError
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.step_graph import EAGER_STEPS, StepGraph, obstacle
-from hf_memmix.training.train import record_steps
+from hf_memmix.training.train import make_pair, record_steps
 
 GPU = torch.device("cuda", 0)
 
@@ -102,12 +104,10 @@ def test_runs_whose_steps_differ_are_not_recorded(fields, reason):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("stage", ["align", "distill"])
 def test_a_recorded_step_equals_the_eager_one(stage):
-    from hf_memmix.training.experiments.budget.measure_training import TINY, materialise, meta_pair, prepared
-    from hf_memmix.training.planning.memory import Settings
-
-    teacher, student = meta_pair(TINY)
-    materialise(teacher, student, GPU)
-    pair, _ = prepared(teacher, student, Settings(stage, rows=2, length=64), True)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    teacher = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    student = convert_model(teacher.eval(), "gka").to(GPU)
+    pair = make_pair(student.train(), teacher.to(GPU, torch.bfloat16), Recipe(stage=stage, bf16=True))
     trained = [parameter for parameter in pair.parameters() if parameter.requires_grad]
     tokens = torch.randint(3, 256, (EAGER_STEPS + 3, 2, 64), device=GPU)
     want = [torch.autograd.grad(pair(ids)["loss"], trained) for ids in tokens]

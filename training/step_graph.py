@@ -7,13 +7,15 @@ autograd only multiplies the gradients by the factor.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_memmix import launch
+from hf_memmix.training.capture import Recorder
 from hf_memmix.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -35,49 +37,90 @@ def obstacle(recipe: Recipe, device: torch.device) -> str | None:
 
 
 class StepGraph:
-    """`loss(**inputs)`, a scalar, with gradients for `parameters`, recorded once and then replayed.
+    """`loss(**inputs)`, a scalar, with gradients for the trained parameters of `module`, recorded once and then
+    replayed.
 
-    A call with other shapes, or without gradients, runs `loss` itself, and so does every call if recording fails;
-    the log says so. The gradients of a call must be taken before the next one.
+    A call with other shapes than the first, or without gradients, runs `loss` itself, and so does every call if
+    recording fails; the log says so. The gradients of a call must be taken before the next one. Parameters must keep
+    their memory.
+
+    The first steps already compute both passes as the recording does: on its stream, and with parameters of their own
+    on the same memory. Autograd ties a parameter to the stream on which it was used first, for as long as any loss is
+    alive; a recording must not touch the stream of such a loss.
     """
 
-    def __init__(self, loss: Callable[..., Tensor], parameters: list[Tensor]):
-        self._loss, self._parameters = loss, parameters
-        self._steps, self._form, self._graph, self._told = 0, None, None, set()
+    def __init__(self, loss: Callable[..., Tensor], module: nn.Module, recorder: Recorder):
+        self._loss, self._module, self._recorder = loss, module, recorder
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._aliases: dict[int, nn.Parameter] = {}
+        self.steps, self._form, self._graph, self._failed, self._told = 0, None, None, False, set()
+
+    @property
+    def recorded(self) -> bool:
+        return self._graph is not None
 
     def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._failed:
             return self._loss(**inputs)
         form = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items()}
-        self._steps += 1
-        if self._steps == EAGER_STEPS + 1:
-            self._record(inputs, form)
-        if self._graph is None:
-            return self._loss(**inputs)
+        if self._form is None:
+            self._form, self.inputs = form, {name: tensor.clone() for name, tensor in inputs.items()}
+            # now, because a Trainer moves and loads parameters before the first step
+            self._aliases = {id(parameter): nn.Parameter(parameter.detach()) for parameter in self.parameters}
         if form != self._form:
-            self._tell(f"a step with {form} runs without the CUDA graph, which was recorded with {self._form}")
+            self._tell(f"a step with {form} runs without the CUDA graph, which is for {self._form}")
             return self._loss(**inputs)
         for name, tensor in inputs.items():
-            self._inputs[name].copy_(tensor, non_blocking=True)
-        return _Replay.apply(self, *self._parameters)
+            self.inputs[name].copy_(tensor, non_blocking=True)
+        self.steps += 1
+        if self.steps <= EAGER_STEPS:
+            self._recorder.run(self._both_passes)
+        else:
+            if self.steps == EAGER_STEPS + 1:
+                self._record()
+            if self._graph is None:
+                return self._loss(**inputs)
+            self._graph.replay()
+        return _Computed.apply(self, *self.parameters)
 
-    def _record(self, inputs: dict[str, Tensor], form: dict) -> None:
-        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        graph = torch.cuda.CUDAGraph()
+    def _record(self) -> None:
+        self.gradients = self.result = None  # their memory is needed
         try:
-            with torch.cuda.graph(graph):
-                loss = self._loss(**self._inputs)
-                self.gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-                self.result = loss.detach()
-        except RuntimeError as error:  # an operation waits for the GPU, or there is not enough memory
-            torch.cuda.synchronize()
+            self._graph = self._recorder.record(self._both_passes)
+        except RuntimeError as error:
+            self._failed, self._aliases = True, {}
+            self.gradients = self.result = None
             self._tell(f"steps run without a CUDA graph: {str(error).strip().splitlines()[0]}")
+            logger.debug("recording a step", exc_info=error)
             return
-        self._graph, self._form = graph, form
         logger.info("forward and backward pass of a step run as one CUDA graph")
 
-    def replay(self) -> None:
-        self._graph.replay()
+    def _both_passes(self) -> None:
+        """Compute `result`, the loss, and `gradients`, None for a parameter that the loss does not use."""
+        torch.clear_autocast_cache()  # it must not hold a cast that is no part of the recording, nor one that is
+        device = self.parameters[0].device.type
+        with torch.autocast(device, enabled=False), self._own_parameters():  # `loss` has its own; a backward pass none
+            loss = self._loss(**self.inputs)
+            self.gradients = torch.autograd.grad(loss, list(self._aliases.values()), allow_unused=True)
+        self.result = loss.detach()
+        torch.clear_autocast_cache()
+
+    @contextmanager
+    def _own_parameters(self) -> Iterator[None]:
+        """Inside this context, the module has the aliases of its trained parameters."""
+        changed = [
+            (module._parameters, name, parameter)
+            for module in self._module.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in self._aliases
+        ]
+        try:
+            for parameters, name, parameter in changed:
+                parameters[name] = self._aliases[id(parameter)]
+            yield
+        finally:
+            for parameters, name, parameter in changed:
+                parameters[name] = parameter
 
     def _tell(self, message: str) -> None:
         if message not in self._told:
@@ -85,18 +128,19 @@ class StepGraph:
             logger.warning(message)
 
 
-class _Replay(torch.autograd.Function):
+class _Computed(torch.autograd.Function):
+    """The loss of a step whose gradients are known."""
+
     @staticmethod
-    def forward(ctx, graph: StepGraph, *parameters: Tensor) -> Tensor:
-        graph.replay()
-        ctx.graph, ctx.step = graph, graph._steps
-        return graph.result.clone()
+    def forward(ctx, step: StepGraph, *parameters: Tensor) -> Tensor:
+        ctx.step, ctx.count = step, step.steps
+        return step.result.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor):
-        if ctx.step != ctx.graph._steps:
+        if ctx.count != ctx.step.steps:
             raise RuntimeError("the gradients of this step were overwritten by the next one; take them before it")
-        found = ctx.graph.gradients
+        found = ctx.step.gradients
         scaled = iter(torch._foreach_mul([gradient for gradient in found if gradient is not None], upstream))
         return None, *(None if gradient is None else next(scaled) for gradient in found)

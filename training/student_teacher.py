@@ -19,6 +19,7 @@ from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training._trainer_hooks import WrappedByUnits
+from hf_memmix.training.capture import Recorder
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
 from hf_memmix.training.step_graph import StepGraph
 
@@ -64,7 +65,8 @@ class StudentTeacher(WrappedByUnits, nn.Module):
 
     def record_steps(self) -> None:
         """From now on, run the steps as one CUDA graph, see `StepGraph`. No parameter may be frozen afterwards."""
-        self._graph = StepGraph(self._step, [parameter for parameter in self.parameters() if parameter.requires_grad])
+        device = next(self.parameters()).device
+        self._graph = StepGraph(self._step, self, Recorder(device))
 
     def forget_steps(self) -> None:
         """Run without a graph again, and free its memory."""

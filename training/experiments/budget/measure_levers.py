@@ -5,7 +5,7 @@
 Rows: the fused loss against float64; steps of a 135M shape (16 x 1024 tokens) with the loss as it was (checkpointed,
 in eager float32), with the fused loss, with a CUDA graph of the step, with compiled layers, and with all of them; the
 same run through the Trainer; and a 1.2B shape (4 x 2048 tokens). A profile names the kernels that take the time. A row
-that fails is recorded with its error.
+that fails or takes too long is recorded with its error; the rest then runs in a new process.
 """
 
 import argparse
@@ -15,6 +15,9 @@ import functools
 import gc
 import json
 import logging
+import os
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -39,6 +42,7 @@ from hf_memmix_kernels.rowwise import forward_kl_, naive_forward_kl
 SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMALL |= {"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True}
 SHAPES = {"135M": SMALL, "1.2B": SIZES["1.2B"], "tiny": TINY}
+ROW_SECONDS = 60
 EIGHT = [3, 7, 11, 15, 19, 23, 27, 29]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -87,8 +91,9 @@ def old_loss(on: bool):
         student_teacher.chunked_forward_kl = own
 
 
-def compile_layers(pair, stage: str) -> None:
-    """Compile the decoder layers; in align, whose hooks are on the teacher's attention, its other parts."""
+def compile_layers(pair, stage: str, on: bool) -> None:
+    """Compile the decoder layers, or no more; in align, whose hooks are on the teacher's attention, its other parts."""
+    torch._dynamo.config.recompile_limit = 256  # a layer may be compiled for each number that it holds
     if stage == "distill":
         parts = [*decoder_layers(pair.teacher), *decoder_layers(pair.plain_student)]
     else:
@@ -96,7 +101,9 @@ def compile_layers(pair, stage: str) -> None:
         for layer in decoder_layers(pair.teacher):
             parts += [layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
     for part in parts:
-        part.compile(backend="inductor" if CUDA else "aot_eager")
+        part._compiled_call_impl = None
+        if on:
+            part.compile(backend="inductor" if CUDA else "aot_eager")
 
 
 class Step:
@@ -229,9 +236,7 @@ def levers(stage: str, size: str, modes: list[str], profiled: list[str], timed: 
             gc.collect()
             made["step"] = Step(stage, size, **kwargs)
         step = made["step"]
-        if "compile" in mode and "compiled" not in made:
-            compile_layers(step.pair, stage)
-            made["compiled"] = True
+        compile_layers(step.pair, stage, "compile" in mode)
         step.pair.forget_steps()
         graph = CUDA and "graph" in mode
         if graph:
@@ -239,7 +244,7 @@ def levers(stage: str, size: str, modes: list[str], profiled: list[str], timed: 
         with old_loss("old" in mode):
             found = step.times(5 if CUDA else 1, timed if CUDA else 1)
             if graph:
-                found["recorded"] = step.pair._graph._graph is not None
+                found["recorded"] = step.pair._graph.recorded
             if mode in profiled:
                 found["profile"] = step.profile()
             if graph and size != "1.2B":
@@ -285,64 +290,80 @@ def through_trainer(stage: str, size: str, graph, steps: int = 40 if CUDA else 1
 
 
 def plan(size: str):
-    """(name, function) of every row, made as they are needed."""
+    """(name, function) of every row, made as they are needed; what matters most comes first."""
     small = {"rows": 2, "length": 64} if size == "tiny" else {}
+    graph = ["fused graph"]
     yield "fused loss against float64", check_loss
-    every = ["old", "fused", "fused graph", "compile", "compile graph"]
-    yield from levers("distill", size, every, ["old", "fused graph", "compile graph"], **small)
-    yield from levers("align", size, ["old", "graph", "compile", "compile graph"], ["graph", "compile graph"], **small)
+    yield from levers("distill", size, graph, graph, **small)
+    yield from levers("align", size, graph, graph, **small)
     for stage in ("distill", "align"):
-        yield f"{size} {stage} through the Trainer, graph", lambda s=stage: through_trainer(s, size, "auto", **small)
+        yield f"{size} {stage} through the Trainer, graph", lambda s=stage: through_trainer(s, size, True, **small)
+    yield from levers("distill", size, ["compile graph"], ["compile graph"], **small)
+    yield from levers("align", size, ["compile graph"], ["compile graph"], **small)
+    yield from levers("distill", size, ["fused", "old"], [], timed=4, **small)
+    yield from levers("align", size, ["old"], [], timed=4, **small)
+    for stage in ("distill", "align"):
+        yield from levers(stage, size, graph, [], keep=EIGHT, **small)
+    for options in ({"mixer": "window"}, {"local_window": 64}):
+        yield from levers("distill", size, graph, [], options=options, **small)
+    if size == "135M":
+        yield from levers("distill", "1.2B", ["fused graph", "old"], graph, 4, rows=4, length=2048)
+        yield from levers("align", "1.2B", ["fused graph", "old"], graph, 4, rows=4, length=2048)
     yield (
         f"{size} distill through the Trainer, eager",
         lambda: through_trainer("distill", size, False, 20 if CUDA else 10, **small),
     )
-    if size == "135M":
-        yield from levers("distill", "1.2B", ["old", "fused", "fused graph"], ["fused graph"], 4, rows=4, length=2048)
-        yield from levers("align", "1.2B", ["old", "graph"], ["graph"], 4, rows=4, length=2048)
-    yield from levers("distill", size, ["fused graph", "compile graph"], [], keep=EIGHT, **small)
-    yield from levers("align", size, ["graph"], [], keep=EIGHT, **small)
-    for options in ({"mixer": "window"}, {"local_window": 64}):
-        yield from levers("distill", size, ["fused graph"], [], options=options, **small)
+
+
+def too_long(*args):
+    raise TimeoutError(f"the row took more than {ROW_SECONDS} seconds")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--seconds", type=float, default=215.0, help="begin no further row after so many seconds")
+    parser.add_argument("--seconds", type=float, default=190.0, help="begin no further row after so many seconds")
+    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # when, and after how many rows; of a process
+    parser.add_argument("--after", type=int, default=0, help=argparse.SUPPRESS)  # that goes on
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("hf_memmix").setLevel(logging.INFO)
-    faulthandler.dump_traceback_later(args.seconds + 20, exit=True)
-    begin, rows = time.perf_counter(), []
+    begin = args.begun or time.time()
+    faulthandler.dump_traceback_later(max(10.0, begin + args.seconds + 20 - time.time()), exit=True)
+    signal.signal(signal.SIGALRM, too_long)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    steps = plan("tiny" if args.tiny else "135M")
-    while True:
-        at = time.perf_counter() - begin
-        name = "the models of a row"
-        try:
-            name, row = next(steps)
-            if at > args.seconds:
-                print(f"no time left for {name}", flush=True)
-                break
-            found = row()
-        except StopIteration:
+    rows = json.loads(args.out.read_text())["rows"] if args.after else []
+    for count, (name, row) in enumerate(plan("tiny" if args.tiny else "135M")):
+        if count < args.after:
+            continue
+        at = time.time() - begin
+        if at > args.seconds:
+            print(f"no time left for {name}", flush=True)
             break
+        signal.alarm(ROW_SECONDS)
+        try:
+            found = row()
         except Exception as error:
             found = {
                 "error": f"{type(error).__name__}: {str(error)[:300]}",
                 "traceback": traceback.format_exc()[-3000:],
             }
-        rows.append({"row": name, "at_s": round(at, 1), "took_s": round(time.perf_counter() - begin - at, 1)} | found)
+        signal.alarm(0)
+        rows.append({"row": name, "at_s": round(at, 1), "took_s": round(time.time() - begin - at, 1)} | found)
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "profile"}), flush=True)
         if "profile" in found and found["profile"]:
             profile = found["profile"]
             print(f"  {profile['kernels']} kernels, {profile['kernel_ms']} ms", flush=True)
-            for key, count, ms in profile["top"]:
-                print(f"  {ms:8.2f} ms {count:6d} x {key}", flush=True)
-        row = None  # its models are not needed any more
+            for key, kernels, ms in profile["top"]:
+                print(f"  {ms:8.2f} ms {kernels:6d} x {key}", flush=True)
         write_json(args.out, {"environment": environment(DEVICE), "rows": rows})
+        if "error" in found:  # nothing of it may reach the next row
+            sys.stdout.flush()
+            again = ["--out", str(args.out), "--seconds", str(args.seconds), *(["--tiny"] if args.tiny else [])]
+            again += ["--begun", str(begin), "--after", str(count + 1)]
+            os.execv(sys.executable, [sys.executable, __file__, *again])
+        row = None  # its models are not needed any more
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()

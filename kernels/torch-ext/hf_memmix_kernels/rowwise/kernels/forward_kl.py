@@ -1,7 +1,8 @@
 """Forward KL divergence of two rows of logits and its gradient. A program reads one row of each twice.
 
-The first pass finds the logarithms of both normalisers. Every lane keeps a maximum and a sum of its own, so nothing is
-exchanged between threads before the end of the row.
+The first pass finds the maximum of each row, and the logarithm of sum e^(x - maximum). Both are subtracted one after
+the other: their sum would round off what matters of large logits. Every lane keeps a maximum and a sum of its own, so
+nothing is exchanged between threads before the end of the row.
 """
 
 import triton
@@ -19,9 +20,9 @@ def _add_to_sum(b_x, b_max, b_sum):
 
 @triton.jit
 def _log_sum(b_max, b_sum):
-    """log sum e^x over all lanes."""
+    """The maximum over all lanes, and log sum e^(x - maximum)."""
     b_all = tl.max(b_max, 0)
-    return b_all + tl.log(tl.sum(b_sum * tl.exp(b_max - b_all), 0))
+    return b_all, tl.log(tl.sum(b_sum * tl.exp(b_max - b_all), 0))
 
 
 @launched
@@ -44,13 +45,14 @@ def forward_kl_kernel(
         b_t = tl.load(p_t + i + o_v, mask=m, other=float("-inf")).to(ACC)
         b_max_s, b_sum_s = _add_to_sum(b_s, b_max_s, b_sum_s)
         b_max_t, b_sum_t = _add_to_sum(b_t, b_max_t, b_sum_t)
-    b_log_s, b_log_t = _log_sum(b_max_s, b_sum_s), _log_sum(b_max_t, b_sum_t)
+    b_top_s, b_log_s = _log_sum(b_max_s, b_sum_s)
+    b_top_t, b_log_t = _log_sum(b_max_t, b_sum_t)
     b_weight = tl.load(weight + i_row).to(ACC)
     b_kl = tl.zeros([BLOCK], ACC)
     for i in range(0, size, BLOCK):
         m = i + o_v < size
-        b_s = tl.load(p_s + i + o_v, mask=m, other=float("-inf")).to(ACC) - b_log_s
-        b_t = tl.load(p_t + i + o_v, mask=m, other=float("-inf")).to(ACC) - b_log_t
+        b_s = tl.load(p_s + i + o_v, mask=m, other=float("-inf")).to(ACC) - b_top_s - b_log_s
+        b_t = tl.load(p_t + i + o_v, mask=m, other=float("-inf")).to(ACC) - b_top_t - b_log_t
         b_p = tl.exp(b_t)
         # 0 log 0 = 0; a NaN stays
         b_kl += tl.where(b_p == 0, 0, b_p * (b_t - b_s))

@@ -266,6 +266,17 @@ def test_forward_kl_and_its_gradient_equal_naive(shape, dtype, backend, poisoned
     assert rest.isfinite().all()
 
 
+def test_forward_kl_keeps_the_digits_of_large_logits(backend):
+    """A normaliser of 3000 in float32 would be rounded by 1e-4, and with it all probabilities."""
+    student, teacher = 3000 + randn(2, 3, 700, dtype=torch.float32)
+    leaf = student.double().requires_grad_()
+    want = naive_forward_kl(leaf, teacher.double())
+    gradient = torch.autograd.grad(want.sum(), leaf)[0]
+    got = forward_kl_(student, teacher)
+    for ours, exact in ((got, want.detach()), (student, gradient)):
+        assert (ours.double() - exact).norm() <= 2e-6 * exact.norm()
+
+
 def test_forward_kl_of_hidden_words_is_finite_and_nan_stays(backend):
     student, teacher = randn(2, 64, dtype=torch.float32), randn(2, 64, dtype=torch.float32)
     student[:, 5], teacher[:, 5:9] = float("-inf"), float("-inf")

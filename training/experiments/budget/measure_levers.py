@@ -92,7 +92,7 @@ def old_loss(on: bool):
 
 
 def compile_layers(pair, stage: str, on: bool) -> None:
-    """Compile the decoder layers, or no more; in align, whose hooks are on the teacher's attention, its other parts."""
+    """Compile the decoder layers, or no more; in align, with hooks on the teacher's attention, its other parts."""
     torch._dynamo.config.recompile_limit = 256  # a layer may be compiled for each number that it holds
     if stage == "distill":
         parts = [*decoder_layers(pair.teacher), *decoder_layers(pair.plain_student)]
@@ -189,7 +189,10 @@ def difference(ours: list, theirs: list) -> float:
 
 
 def check_loss() -> dict:
-    """The fused loss against float64: values and gradients, relative by their norms."""
+    """The fused loss against float64: values relative by their norms, gradients by those of the probabilities.
+
+    Where both models are certain of one word, the gradient is the difference of two ones.
+    """
     found = {}
     cases = [(64, 49152, 3.0, torch.bfloat16), (5, 50257, 30.0, torch.bfloat16), (3, 128256, 300.0, torch.float32)]
     cases += [(7, 1, 1.0, torch.float32), (33, 4099, 1.0, torch.bfloat16), (2048, 49152, 3.0, torch.bfloat16)]
@@ -198,12 +201,14 @@ def check_loss() -> dict:
         student = (scale * torch.randn(rows, size, device=DEVICE)).to(dtype)
         teacher = (student.float() + 0.1 * scale * torch.randn(rows, size, device=DEVICE)).to(dtype)
         weight = (torch.rand(rows, device=DEVICE) > 0.3).float()
-        p = student.double().softmax(-1) - teacher.double().softmax(-1)
-        want = naive_forward_kl(student, teacher), p * weight[:, None]
+        p_s, p_t = student.double().softmax(-1), teacher.double().softmax(-1)
+        want = naive_forward_kl(student.double(), teacher.double()), (p_s - p_t) * weight[:, None]
         got = forward_kl_(student, teacher, weight), student
+        sizes = want[0].norm(), (p_t * weight[:, None]).norm()
         name = f"{rows} x {size}, {scale}, {dtype}"
         found[name] = [
-            ((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(got, want, strict=True)
+            ((a.double() - b).norm() / size.clamp_min(1e-30)).item()
+            for a, b, size in zip(got, want, sizes, strict=True)
         ]
     if CUDA:
         student, teacher = torch.randn(2, 2048, 49152, device=DEVICE, dtype=torch.bfloat16)

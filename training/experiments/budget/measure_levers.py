@@ -106,6 +106,24 @@ def compile_layers(pair, stage: str, on: bool) -> None:
             part.compile(backend="inductor" if CUDA else "aot_eager")
 
 
+def join_layers(pair, on: bool) -> None:
+    """Compute all products of a mixer's input by one matrix, so that it is cast, and its gradient summed, once."""
+
+    def joined(mixer, x):
+        layers = {name: mixer._modules[name] for name in mixer.input_layers if name in mixer._modules}
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        weight = torch.cat([layer.weight.to(dtype) for layer in layers.values()])
+        parts = nn.functional.linear(x, weight).split([layer.out_features for layer in layers.values()], -1)
+        return {
+            name: part if layer.bias is None else part + layer.bias.to(dtype)
+            for (name, layer), part in zip(layers.items(), parts, strict=True)
+        }
+
+    for mixer in pair.plain_student.modules():
+        if hasattr(mixer, "joined_layers"):
+            mixer.joined_layers = functools.partial(joined, mixer) if on else None
+
+
 class Step:
     """A step of training of a pair, and its times."""
 
@@ -242,6 +260,7 @@ def levers(stage: str, size: str, modes: list[str], profiled: list[str], timed: 
             made["step"] = Step(stage, size, **kwargs)
         step = made["step"]
         compile_layers(step.pair, stage, "compile" in mode)
+        join_layers(step.pair, "joined" in mode)
         step.pair.forget_steps()
         graph = CUDA and "graph" in mode
         if graph:
@@ -299,8 +318,8 @@ def plan(size: str):
     small = {"rows": 2, "length": 64} if size == "tiny" else {}
     graph = ["fused graph"]
     yield "fused loss against float64", check_loss
-    yield from levers("distill", size, graph, graph, **small)
-    yield from levers("align", size, graph, graph, **small)
+    for stage in ("distill", "align"):
+        yield from levers(stage, size, ["fused graph", "joined graph"], ["fused graph", "joined graph"], **small)
     for stage in ("distill", "align"):
         yield f"{size} {stage} through the Trainer, graph", lambda s=stage: through_trainer(s, size, True, **small)
     yield from levers("distill", size, ["compile graph"], ["compile graph"], **small)

@@ -13,7 +13,7 @@ from .versions import check_versions
 
 check_versions()  # before anything of the two libraries is used
 
-from . import torchao_messages  # noqa: F401, before transformers imports torchao
+from . import library_messages  # noqa: F401, before transformers imports torchao and bitsandbytes
 from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config, model_makers
 from .mixers import MIXERS, register_mixer
 from .models import CoffeeConfig, EchoConfig, GKAConfig, GKAVisionConfig, LatticeConfig

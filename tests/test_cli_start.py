@@ -40,7 +40,7 @@ def printed_by(code, **env):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not any(words in done.stderr for words in ("Failed to load", "register_constant")), (
-        "see torchao_messages.py"
+        "see library_messages.py"
     )
     return json.loads(done.stdout.splitlines()[-1])
 

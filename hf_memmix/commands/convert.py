@@ -82,6 +82,7 @@ def convert(args) -> None:
     with library():
         from hf_memmix.conversion import convert_model
         from hf_memmix.conversion.convert import convert_to_folder
+        from hf_memmix.conversion.layer_choice import layer_text
         from hf_memmix.conversion.mixer_files import load_aligned
 
     quiet_library()
@@ -104,7 +105,8 @@ def convert(args) -> None:
         return
     _print_kinds(report.kinds(), report.counts(), report.mixer is None)
     into = f" to {_layers_of_mixers(report.layers)}" if report.mixer is None else ""
-    out.print(f"layers {report.converted} converted{into}, {report.kept or 'none'} kept; student written to {out_dir}")
+    converted, kept = layer_text(report.converted), layer_text(report.kept)
+    out.print(f"layers {converted} converted{into}, {kept} kept; student written to {out_dir}", highlight=False)
 
 
 @one_line_errors

@@ -270,7 +270,7 @@ def test_commands_with_a_mixture(tmp_path):
     config = json.loads((tmp_path / "s0" / "config.json").read_text())
     assert config["mixer_types"] == TYPES and config["mixers"]["ska"]["rank"] == 5
     for_people = memmix("convert", *teacher, *layers, "--out", tmp_path / "s0", "--overwrite")
-    assert "layers [1, 2, 3] converted to ska 1, mamba2 2-3, [0] kept" in for_people.stdout
+    assert "layers 1-3 converted to ska 1, mamba2 2-3, 0 kept" in for_people.stdout
     dry = memmix("convert", *teacher, *layers, "--dry-run")
     assert dry.exit_code == 0 and "3 become ska 1, mamba2 2-3, attention stays in [0]" in dry.stdout
     assert "\nska: " in dry.stdout and "\nmamba2: " in dry.stdout

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from hf_memmix import lora_target_modules
-from testing import assert_same, random_ids, randomize, tiny_config, tiny_model
+from testing import MIXERS, assert_same, in_turn, random_ids, randomize, tiny_config, tiny_model
 
 HEADS = {
     "sequence": AutoModelForSequenceClassification,
@@ -60,6 +60,29 @@ def test_a_padded_row_is_the_row_alone(family, head, side, tmp_path):
 
 
 @torch.no_grad()
+@in_turn(mixer=MIXERS, head=HEADS)
+def test_the_loss_counts_the_labels_of_padded_rows(mixer, head):
+    """Of every mixer; tokens with the label -100 do not count."""
+    config = tiny_config("llama", "odd", mixer, **({} if head == "question" else {"num_labels": 3}))
+    model = randomize(HEADS[head].from_config(config)).eval()
+    ids, mask = random_ids(3, 9), torch.ones(3, 9).long()
+    mask[0, :3] = mask[1, 6:] = 0
+    ids[mask == 0] = 0
+    labels = LABELS[head](3, 9)
+    if head == "token":
+        labels["labels"][mask == 0] = -100
+    scores = outputs(model, head, ids, mask)
+    alone = [outputs(model, head, row[None, own.bool()])[0] for row, own in zip(ids, mask, strict=True)]
+    for row, own, want in zip(scores, mask, alone, strict=True):
+        assert_same(row if head == "sequence" else row[own.bool()], want)
+    # of a question, the start and the end are classes of their own
+    parts = scores.unbind(-1) if head == "question" else [scores.flatten(0, -2)]
+    pairs = zip(parts, labels.values(), strict=True)
+    want = torch.stack([torch.nn.functional.cross_entropy(part, wanted.flatten()) for part, wanted in pairs]).mean()
+    assert_same(model(ids, attention_mask=mask, **labels).loss, want)
+
+
+@torch.no_grad()
 @over_heads
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
 def test_a_head_on_a_converted_language_model(family, head, tmp_path):
@@ -75,7 +98,7 @@ def test_a_head_on_a_converted_language_model(family, head, tmp_path):
 
 @over_heads
 def test_a_head_learns_by_the_trainer_with_lora(head, tmp_path):
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 
     tasks = {"sequence": TaskType.SEQ_CLS, "token": TaskType.TOKEN_CLS, "question": TaskType.QUESTION_ANS}
     tiny_model("llama", "odd").save_pretrained(tmp_path / "model")
@@ -92,3 +115,8 @@ def test_a_head_learns_by_the_trainer_with_lora(head, tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.8 * losses[0]
+    tuned.eval().save_pretrained(tmp_path / "adapter")
+    base = HEADS[head].from_pretrained(tmp_path / "model", **({} if head == "question" else {"num_labels": 3}))
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():  # the adapter has the head, too
+        assert_same(outputs(again, head, ids, mask), outputs(tuned, head, ids, mask))

@@ -3,8 +3,8 @@
     python training/experiments/smollm2/long_starts.py --teacher SMOLLM2 --out long_starts.json
 
 The error of a layer is |mixer - attention|^2 / |attention|^2 on the inputs that the layer has in the transformer. A
-row is one mixer with half-lives in tokens, or with its own ones. "former" undoes what a start does about the size of a
-memory's output: see `FORMER`.
+row is one mixer with half-lives in tokens, or with its own ones, or a window with some first tokens (`sinks`).
+"former" undoes what a start does about the size of a memory's output: see `FORMER`.
 """
 
 import functools
@@ -28,6 +28,7 @@ from hf_memmix.training.experiments.common.harness import Experiment, device, me
 from hf_memmix.training.experiments.common.options import Models, Options, check_names
 from hf_memmix.training.text_files import text_record
 
+WINDOWS = ((64, 0), (64, 1), (64, 4), (384, 0), (384, 1))  # tokens and sinks
 HALF_LIVES = (None, [64, 64], [256, 256], [2048, 2048], [64, 2048])
 
 
@@ -48,13 +49,15 @@ FORMER = {
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
     decaying = [name for name in args.models if hasattr(MIXERS[name].options_class(), "half_lives")]
-    return [{"mixer": m, "half_lives": h} for h in HALF_LIVES for m in (args.models if h is None else decaying)]
+    windows = [{"mixer": "window", "window": size, "sinks": sinks} for size, sinks in WINDOWS]
+    return windows + [
+        {"mixer": m, "half_lives": h} for h in HALF_LIVES for m in (args.models if h is None else decaying)
+    ]
 
 
 def run(row: dict, args) -> dict:
     teacher, layers = recorded(args.teacher, args.text, args.length, args.measured_tokens, args.every)
-    options = {} if row["half_lives"] is None else {"half_lives": row["half_lives"]}
-    student = convert_model(teacher, row["mixer"], **options)
+    student = convert_model(teacher, row["mixer"], **{name: value for name, value in row.items() if name != "mixer"})
     errors = {"errors_at_start": errors_of(student, layers)}
     if row["mixer"] in FORMER:
         with torch.no_grad():
@@ -94,19 +97,26 @@ def errors_of(student, layers: dict) -> list[float]:
 
 
 def table(results: dict) -> str:
-    """One line per mixer and half-lives: mean error over layers, the largest one, and the former mean."""
+    """One line per row: mean error over layers, the largest one, and the former mean."""
     lines = []
     for row in results["rows"]:
         errors, former = row["errors_at_start"], row.get("former_errors")
-        ends = row["half_lives"]
-        lives = "its own" if ends is None else str(ends[0]) if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
         before = "" if former is None else f"{sum(former) / len(former):.2f}"
-        lines.append([row["mixer"], lives, before, f"{sum(errors) / len(errors):.3f}", f"{max(errors):.2f}"])
-    head = ["mixer", "half-lives", "former mean", "mean error", "largest"]
+        lines.append([row["mixer"], _memory_of(row), before, f"{sum(errors) / len(errors):.3f}", f"{max(errors):.2f}"])
+    head = ["mixer", "half-lives, or size", "former mean", "mean error", "largest"]
     every, tokens, length = (results["settings"][name] for name in ("every", "measured_tokens", "length"))
     which = "All" if every == 1 else f"Every {every}th of the"
     note = f"{which} layers, {tokens} tokens in rows of {length}; {measured_at(results)}."
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
+
+
+def _memory_of(row: dict) -> str:
+    if "window" in row:
+        return f"{row['window']} tokens" + (f", {row['sinks']} sinks" if row["sinks"] else "")
+    if row["half_lives"] is None:
+        return "its own"
+    low, high = row["half_lives"]
+    return str(low) if low == high else f"{low} to {high}"
 
 
 class Settings(Options):

@@ -105,7 +105,7 @@ def evaluate(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions.
+    """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions, facts.
 
     With --device-map auto, one model after the other is in memory.
     """
@@ -127,7 +127,8 @@ def evaluate(
     with library():
         from hf_memmix.conversion.limits import check_tokens, limit_of
         from hf_memmix.conversion.records import write_json
-        from hf_memmix.training.evaluation.probes import Material, by_length, gain_text, plot_probes, run_probes
+        from hf_memmix.training.evaluation.probes import Material, counted_rows, gain_text, plot_probes, run_probes
+        from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER, shares_text
 
     tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
     material = Material(tokenizer, content)
@@ -148,6 +149,7 @@ def evaluate(
     described = {role: _described(folder, models[role]) for role, folder in folders.items()}
     record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
     results = record | {"text": text_record(text), "environment": environment_of(models)} | results
+    results["by_length"] = rows = counted_rows(results)
     with atomic_folder(out_dir, overwrite) as folder:
         write_json(folder / "probes.json", results)
         plot_probes(results, folder / "probes.png")
@@ -162,13 +164,13 @@ def evaluate(
         gains = [gain_text(s) or "-" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
-    lengths = Table("exact answers", "model", *(f"{length} tokens" for length in grid["lengths"]))
-    rows = by_length(results)
+    lengths = Table("choice / exact, %", "model", *(f"{length} tokens" for length in grid["lengths"]))
     for task in chosen:
         for role in folders:
-            some = [row[role] for row in rows if row["task"] == task]
-            lengths.add_row(task, role, *("-" if share is None else f"{share:.1%}" for share in some))
+            lengths.add_row(task, role, *(shares_text(row, role) for row in rows if row["task"] == task))
     out.print(lengths)
+    if any(counts is False for row in rows for counts in row["counts"].values()):
+        out.print(f"*: the teacher itself is below {LEAST_OF_TEACHER:.0%}, so this cell does not count")
     if alone := [length for length in grid["lengths"] if length > min(limit_of(model) for model in models.values())]:
         out.print(
             f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"

@@ -12,13 +12,23 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, draw, gain_text, plot_probes, run_probes
+from hf_memmix.training.evaluation.probes import (
+    TASKS,
+    Material,
+    by_length,
+    counted_rows,
+    draw,
+    gain_text,
+    plot_probes,
+    run_probes,
+)
+from hf_memmix.training.evaluation.probes.counted import shares_text, wilson
 from hf_memmix.training.evaluation.probes.grid import means
 from hf_memmix.training.evaluation.probes.material import Answer
 from hf_memmix.training.evaluation.probes.score import Scores, score
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
-ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar")
+ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar", "fact", "facts")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +98,7 @@ def test_sequences_have_the_asked_length_and_hold_their_answers(bundled, task, l
 
 
 def test_depth_is_where_the_answer_stands(bundled):
-    for task in ("niah", "kv"):
+    for task in ("niah", "kv", "fact"):
         for depth in (0.0, 0.5, 1.0):
             (sample,) = draw(task, bundled, 512, depth, seed=0, count=1)
             changed = [i for i, pair in enumerate(zip(sample.ids, sample.control, strict=True)) if pair[0] != pair[1]]
@@ -193,6 +203,27 @@ def test_shares_by_length_are_those_of_all_answers_of_all_depths(small):
         found = score(models["student"], samples)
         assert row["answers"] == len(found)
         assert row["student"] == pytest.approx(sum(s.exact for s in found) / len(found))
+
+
+def test_a_cell_counts_if_the_teacher_knows_the_answer(small):
+    """And choice stands beside exact, over all depths, with its interval."""
+    models = {"teacher": Copier(64), "student": tiny_teacher(layers=1, max_position_embeddings=64)}
+    arguments = {"tasks": ("niah",), "lengths": (64, 96), "depths": (0.0, 1.0), "samples": 3}
+    results = run_probes(models, small, **arguments)
+    for cell, exact in zip(results["cells"], (1.0, 0.5, 1.0, 1.0), strict=True):
+        cell["teacher"] |= {"choice": 1.0, "exact": exact}
+    short, long = counted_rows(results)
+    assert short["answers"] == 6 and short["teacher"]["exact"] == 0.75 and short["teacher"]["choice"] == 1
+    assert short["counts"] == {"choice": True, "exact": False} and long["counts"] == {"choice": True, "exact": True}
+    assert shares_text(short, "teacher") == "100 / 75*"
+    assert long["student"] is None and shares_text(long, "student") == "-"
+    assert short["teacher"]["exact_interval"] == pytest.approx(wilson(0.75, 6))
+
+
+def test_intervals_are_those_of_wilson():
+    """Figures of Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I."""
+    for right, count, expected in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0, 0.1611))):
+        assert wilson(right / count, count) == pytest.approx(expected, abs=1e-4)
 
 
 def test_without_controls_everything_but_the_gain_is_the_same(small):

@@ -9,13 +9,14 @@ _HOMES = {
     "TASKS": "tasks",
     "Material": "material",
     "by_length": "grid",
+    "counted_rows": "counted",
     "draw": "tasks",
     "gain_text": "gains",
     "plot_probes": "plot",
     "run_probes": "grid",
 }
 
-__all__ = ["TASKS", "Material", "by_length", "draw", "gain_text", "plot_probes", "run_probes"]  # noqa: F822
+__all__ = ["TASKS", "Material", "by_length", "counted_rows", "draw", "gain_text", "plot_probes", "run_probes"]  # noqa: F822
 
 
 def __getattr__(name: str):

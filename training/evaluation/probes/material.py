@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hf_memmix.conversion.text_rows import beginning_of, encode
 from hf_memmix.errors import UserError
+from hf_memmix.training.evaluation.probes.nouns import NOUNS
 
 MAX_WORD_TOKENS = 3
 MAX_VALUES = 128
@@ -78,6 +79,15 @@ class Material:
                 f"the text gives {len(self.keys)} keys and {len(self.values)} values that this tokenizer writes in at "
                 f"most {MAX_WORD_TOKENS} tokens; probes need 8 of each: give a longer text in the tokenizer's language"
             )
+
+    @functools.cached_property
+    def nouns(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The words of `nouns.NOUNS` as values; those of the text where the tokenizer writes less than half of them in
+        at most three tokens, as one for another language.
+        """
+        taken = {tokens[0] for _, tokens in self.keys}
+        pool = [noun for noun in self._pool(NOUNS) if noun[1][0] not in taken]
+        return pool if len(pool) >= len(NOUNS) // 2 else self.values
 
     @functools.cached_property
     def pair_counts(self) -> Counter:

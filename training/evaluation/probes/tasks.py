@@ -1,4 +1,4 @@
-"""The tasks: needles, dictionaries, chains of variables, associative recall, the commonest word, second mentions.
+"""The tasks: needles, dictionaries, chains of variables, associative recall, common words, second mentions, facts.
 
     niah, niah_multi   one key and value, or four of them, in filler text (RULER, arXiv:2404.06654)
     kv                 a list of keys and values that fills the context; the question is the value of one key
@@ -6,6 +6,8 @@
     mqar               keys and values, then every key again in another order (Zoology, arXiv:2312.04927)
     common_words       a list in which one word occurs much more often than the others
     mentions           real text: the second token of a rare pair that occurs for the second time in the window
+    fact, facts        one sentence, or up to `FACTS` of them, "The code of NAME is NOUN.", in filler text, which are
+                       asked behind it; the nouns are things that a pretrained model does not expect there
 
 Every function takes the material, a length, a depth and a random generator, and returns one `Sample` of exactly this
 length. In the control of a sample, the context has other values. So the difference between the two scores measures
@@ -26,6 +28,7 @@ NEAR = 24  # a needle is moved by at most this number of tokens to the end of a 
 COMMON_EVERY = 4  # every fourth word of the list is the same one
 RARE_PAIR = 8  # a pair is rare if it occurs at most this often in the whole text, so that it must be recalled
 WINDOWS = 64  # number of windows that are tried to find a second mention
+FACTS = 10  # as many as fit twice into 256 tokens
 MENTIONS = 16  # largest number of answers per window; the control changes the first mention of each
 # Tokens of one task and length that are in memory at a time. With 8,192 tokens, one takes 16 bytes in lists of
 # needles, 19 of dictionaries and 43 of associative recall (tracemalloc): 4, 5 and 12 GB at this limit.
@@ -108,6 +111,11 @@ def password_of(material: Material, key) -> tuple[int, ...]:
     return sentence(material, " The password of", key, " is")
 
 
+def code_of(material: Material, key) -> tuple[int, ...]:
+    """The start of a fact, which is also the question about it; the noun follows."""
+    return sentence(material, " The code of", key, " is")
+
+
 def has_value(material: Material, name, value) -> tuple[int, ...]:
     """The first sentence of a chain of variables."""
     return sentence(material, name, " has the", value, ".")
@@ -136,6 +144,15 @@ def _haystack(material: Material, length: int, draw: random.Random, needles, que
     """
     size = sum(len(tokens) for _, tokens, _ in needles)
     room = _fit(len(material.start) + size + len(question) + len(answer), length, "this probe")
+    ids, control = _spread(material, room, draw, needles)
+    firsts = tuple(tokens[0] for _, tokens in candidates)
+    depth, said, said_in_control = needles[0]
+    answers = [Answer(length - len(answer), length, depth, firsts, said != said_in_control)]
+    return Sample([*ids, *question, *answer], [*control, *question, *answer], answers)
+
+
+def _spread(material: Material, room: int, draw: random.Random, needles) -> tuple[list[int], list[int]]:
+    """The beginning of a text and `room` tokens of filler with needles as those of `_haystack`; and its control."""
     filler = material.window(room, draw)
     ids, control, last = list(material.start), list(material.start), 0
     for depth, tokens, other in sorted(needles, key=lambda row: row[0]):
@@ -143,11 +160,7 @@ def _haystack(material: Material, length: int, draw: random.Random, needles, que
         ids += [*filler[last:here], *tokens]
         control += [*filler[last:here], *other]
         last = here
-    tail = [*filler[last:], *question, *answer]
-    firsts = tuple(tokens[0] for _, tokens in candidates)
-    depth, said, said_in_control = needles[0]
-    answers = [Answer(length - len(answer), length, depth, firsts, said != said_in_control)]
-    return Sample(ids + tail, control + tail, answers)
+    return ids + filler[last:], control + filler[last:]
 
 
 def sentence_end(material: Material, filler: list[int], place: int) -> int:
@@ -173,17 +186,21 @@ def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
     return others
 
 
-def needle(material: Material, length: int, depth: float, draw: random.Random, count: int = 1) -> Sample:
-    keys, values = draw.sample(material.keys[:NAMES], count), draw.sample(material.values, count)
-    others = _equally_long(material.values, values[:1], draw) + values[1:]
+def needle(
+    material: Material, length: int, depth: float, draw: random.Random, count: int = 1, say=password_of, words=None
+) -> Sample:
+    """say: the start of a needle about a key. words: the values; None: those of the material."""
+    words = material.values if words is None else words
+    keys, values = draw.sample(material.keys[:NAMES], count), draw.sample(words, count)
+    others = _equally_long(words, values[:1], draw) + values[1:]
     needles = []
     for i in range(count):
         where = depth if i == 0 else draw.random()
-        texts = [(*password_of(material, keys[i]), *sentence(material, v, ".")) for v in (values[i], others[i])]
+        texts = [(*say(material, keys[i]), *sentence(material, v, ".")) for v in (values[i], others[i])]
         needles.append((where, *texts))
-    question = password_of(material, keys[0])
+    question = say(material, keys[0])
     # with one needle, the other candidates are not in the context; with several, they are the values of the other keys
-    candidates = values if count > 1 else [values[0], *draw.sample([v for v in material.values if v not in values], 7)]
+    candidates = values if count > 1 else [values[0], *draw.sample([v for v in words if v not in values], 7)]
     return _haystack(material, length, draw, needles, question, values[0][1], candidates)
 
 
@@ -324,6 +341,34 @@ def _second_mentions(material: Material, ids: list[int]) -> list[tuple[int, int]
     return found
 
 
+def fact(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    return needle(material, length, depth, draw, say=code_of, words=material.nouns)
+
+
+def _fact_of(material: Material, key, noun) -> tuple[int, ...]:
+    return (*code_of(material, key), *sentence(material, noun, "."))
+
+
+def facts(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
+    keys, values = draw.sample(material.keys[:NAMES], FACTS), draw.sample(material.nouns, FACTS)
+    texts = [_fact_of(material, *pair) for pair in zip(keys, values, strict=True)]
+    while len(texts) > 2 and len(material.start) + 2 * sum(map(len, texts)) > length:
+        texts.pop()
+    count = len(texts)
+    others = _equally_long(material.nouns, values[:count], draw)
+    control_texts = [_fact_of(material, *pair) for pair in zip(keys[:count], others, strict=True)]
+    room = _fit(len(material.start) + 2 * sum(map(len, texts)), length, "this probe")
+    depths = [(i + draw.random()) / count for i in range(count)]
+    ids, control = _spread(material, room, draw, list(zip(depths, texts, control_texts, strict=True)))
+    firsts, answers = tuple(tokens[0] for _, tokens in values[:count]), []
+    for i in draw.sample(range(count), count):
+        ids += texts[i]
+        control += texts[i]
+        stop = len(ids) - len(sentence(material, "."))
+        answers.append(Answer(stop - len(values[i][1]), stop, depths[i], firsts, others[i] != values[i]))
+    return Sample(ids, control, answers)
+
+
 TASKS = {
     "niah": Task(needle, True),
     "niah_multi": Task(needles, True),
@@ -332,4 +377,6 @@ TASKS = {
     "mqar": Task(recall, False),
     "common_words": Task(common_words, False),
     "mentions": Task(mentions, False),
+    "fact": Task(fact, True),
+    "facts": Task(facts, False),
 }

@@ -177,11 +177,17 @@ def spurgeon(root: Path) -> Iterator[Document]:
 
 
 def unpack(packages: list[str], scratch: Path) -> dict[str, str]:
-    """Download and unpack Debian packages into `scratch`/root; returns the version of each."""
-    subprocess.run(["apt-get", "download", "-qq", *packages], cwd=scratch, check=True, stderr=subprocess.DEVNULL)
+    """Download Debian packages to `scratch` and unpack them into `scratch`/root; returns the version of each.
+
+    Packages that are there already are not downloaded or unpacked again.
+    """
+    present = set(scratch.glob("*.deb"))
+    if missing := [name for name in packages if not any(scratch.glob(f"{name}_*.deb"))]:
+        subprocess.run(["apt-get", "download", "-qq", *missing], cwd=scratch, check=True, stderr=subprocess.DEVNULL)
     versions = {}
     for archive in sorted(scratch.glob("*.deb")):
-        subprocess.run(["dpkg", "-x", str(archive), str(scratch / "root")], check=True)
+        if archive not in present:
+            subprocess.run(["dpkg", "-x", str(archive), str(scratch / "root")], check=True)
         fields = ["dpkg-deb", "--show", "--showformat", "${Package} ${Version}", str(archive)]
         name, version = subprocess.run(fields, capture_output=True, text=True, check=True).stdout.split()
         versions[name] = version

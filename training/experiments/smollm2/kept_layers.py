@@ -8,30 +8,25 @@ select --stand-in window`, without and with --drop. Choices use the development 
 the held-out text, a text of another domain, and probes of another seed. No student is trained.
 """
 
-from functools import partial
+import functools
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.conversion import convert_model, load_model, report
+from hf_memmix.conversion import convert_model, report
 from hf_memmix.conversion.hashes import teacher_hash
 from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.data import tokenize_files
-from hf_memmix.training.evaluation.greedy_choice import Search
-from hf_memmix.training.evaluation.probes import Material, draw
+from hf_memmix.training.evaluation.probes import TASKS, Material, draw
 from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.evaluation.probes.score import score
-from hf_memmix.training.evaluation.selection_data import SelectionData
-from hf_memmix.training.experiments.common.harness import Experiment, device, measured_at
+from hf_memmix.training.experiments.common.harness import Experiment, measured_at
 from hf_memmix.training.experiments.common.options import Options, check_names
+from hf_memmix.training.experiments.smollm2 import measuring
 from hf_memmix.training.text_files import read_text, text_record
-
-CHOICE_SEED, FIGURE_SEED = 0, 1
 
 
 def greedy(search, count: int) -> list[int]:
@@ -62,64 +57,76 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 
 def run(row: dict, args) -> dict:
-    teacher = load_model(args.teacher, dtype=torch.float32).to(device())
-    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
-    keep = RULES[row["rule"]](partial(search_of, teacher, tokenizer, args), row["count"])
+    teacher = measuring.teacher_of(args.teacher)
+    keep = RULES[row["rule"]](functools.partial(search_of, args), row["count"])
     student = convert_model(teacher, "window", keep, window=args.window)
-    return {"keep": keep, "student": figures_of(student, teacher, tokenizer, args)}
+    return {"keep": keep, "student": figures_of(student, args)}
 
 
-def search_of(teacher, tokenizer, args, drop: bool = False) -> Search:
+def search_of(args, drop: bool = False):
     """The search of one direction; its file keeps what is measured, so that rules and counts share it."""
-    data = SelectionData.of(
-        tokenizer,
-        text=args.text,
-        tasks="niah,mqar",
-        length=args.length,
-        samples=args.samples,
-        max_tokens=args.measured_tokens,
-        seed=CHOICE_SEED,
-        weight=1.0,
-    )
     file = args.out.with_suffix(".backward.search" if drop else ".search")
-    return Search(teacher, data, window=args.window, drop=drop, batch_size=args.batch_size, file=file)
+    return measuring.search_of(args, ",".join(args.tasks), drop, file)
 
 
-def figures_of(model, teacher, tokenizer, args) -> dict:
-    """Held-out text and other domain beside the teacher's, and the answers to needles and pairs by length."""
-    found = {}
+@functools.cache
+def tokens_of(text: Path, teacher: Path):
+    return tokenize_files(text, measuring.tokenizer_of(teacher))
+
+
+@functools.cache
+def samples_of(teacher: Path, text: Path, task: str, length: int, count: int) -> list:
+    material = Material(measuring.tokenizer_of(teacher), read_text(text))
+    depths = DEPTHS if TASKS[task].depths else (None,)
+    return [s for depth in depths for s in draw(task, material, length, depth, measuring.FIGURE_SEED, count)]
+
+
+@functools.cache
+def answered_by_teacher(teacher: Path, text: Path, task: str, length: int, count: int) -> dict:
+    return answered(measuring.teacher_of(teacher), samples_of(teacher, text, task, length, count))
+
+
+def answered(model, samples: list) -> dict:
+    """The shares of right choices and of exact answers."""
+    scores = score(model, samples, max(1, measuring.BATCH_TOKENS // len(samples[0].ids)), control=False)
+    shares = {part: sum(getattr(s, part) for s in scores) / len(scores) for part in ("choice", "exact")}
+    return shares | {"answers": len(scores)}
+
+
+def figures_of(student, args) -> dict:
+    """Held-out text and other domain beside the teacher's, and the answers to the probes by length."""
+    found, teacher = {}, measuring.teacher_of(args.teacher)
     for name, path in (("text", args.heldout), ("domain", args.domain)):
         if path is not None:
-            tokens = tokenize_files(path, tokenizer)[: args.measured_tokens]
-            compared = report(model, teacher, tokens, tokenizer, block_size=args.length, batch_size=args.batch_size)
+            tokens = tokens_of(path, args.teacher)[: args.measured_tokens]
+            compared = report(student, teacher, tokens, measuring.tokenizer_of(args.teacher), block_size=args.length)
             found[name] = {key: compared[key] for key in ("ppl_ratio", "kl", "top1_agreement")}
-    material = Material(tokenizer, read_text(args.heldout))
-    for task, depths in (("niah", DEPTHS), ("mqar", (None,))):
-        found[task] = {}
+    for task in args.tasks:
+        found[task] = {"student": {}, "teacher": {}}
         for length in args.lengths:
-            samples = [s for d in depths for s in draw(task, material, length, d, FIGURE_SEED, args.samples)]
-            for name, of in (("student", model), ("teacher", teacher)):
-                scores = score(of, samples, args.batch_size, control=False)
-                shares = {part: sum(getattr(s, part) for s in scores) / len(scores) for part in ("choice", "exact")}
-                found[task].setdefault(name, {})[str(length)] = shares | {"answers": len(scores)}
+            asked = (args.teacher, args.heldout, task, length, args.samples)
+            found[task]["student"][str(length)] = answered(student, samples_of(*asked))
+            found[task]["teacher"][str(length)] = answered_by_teacher(*asked)
     return found
 
 
 def table(results: dict) -> str:
     """One line per rule and number of layers."""
-    head, lines = ["kept", "choice", "layers", "KL", "perplexity", "domain", "needle", "pairs"], []
+    settings = results["settings"]
+    tasks = settings.get("tasks", ["niah", "mqar"])
+    names = [{"niah": "needle", "mqar": "pairs"}.get(task, task) for task in tasks]
+    head, lines = ["kept", "choice", "layers", "KL", "perplexity", "domain", *names], []
     for row in sorted(results["rows"], key=lambda row: row["count"]):
         found = row["student"]
         domain = f"{found['domain']['ppl_ratio']:.3f}" if "domain" in found else ""
-        recalled = [" ".join(f"{s['choice']:.0%}" for s in found[t]["student"].values()) for t in ("niah", "mqar")]
+        recalled = [" ".join(f"{s['choice']:.0%}" for s in found[t]["student"].values()) for t in tasks]
         figures = [f"{found['text']['kl']:.4f}", f"{found['text']['ppl_ratio']:.3f}", domain, *recalled]
         lines.append([row["count"], row["rule"], ", ".join(map(str, row["keep"])), *figures])
-    settings = results["settings"]
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nAll other layers read {settings['window']} tokens; no"
-        f" training. Perplexity and domain: ratios. Needle and pairs: choice among the candidates at {lengths} tokens;"
-        f" {measured_at(results)}."
+        f" training. Perplexity and domain: ratios. {' and '.join(names).capitalize()}: choice among the candidates at"
+        f" {lengths} tokens; {measured_at(results)}."
     )
 
 
@@ -133,13 +140,19 @@ class Settings(Options):
     window: Annotated[int, typer.Option(help="tokens of the windows")] = 64
     length: Annotated[int, typer.Option(help="tokens of a sequence of the choices")] = 1024
     lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (256, 512, 1024, 2048)
+    tasks: Annotated[list[str], typer.Option(help="probes of the choices and the figures; repeatable")] = (
+        "niah",
+        "mqar",
+    )
     samples: Annotated[int, typer.Option(help="sequences per length and depth of a probe")] = 16
     measured_tokens: Annotated[int, typer.Option(help="tokens of each text that are read")] = 32768
-    batch_size: Annotated[int, typer.Option(help="sequences of one forward")] = 8
+    choice_samples: Annotated[int, typer.Option(help="sequences per depth of a probe of the choices")] = 16
+    choice_tokens: Annotated[int, typer.Option(help="tokens of the text of the choices")] = 32768
 
 
 def check(args) -> None:
     check_names("--rules", args.rules, RULES)
+    check_names("--tasks", args.tasks, TASKS)
 
 
 def about(args) -> dict:

@@ -1,0 +1,217 @@
+"""Which memory replaces the attention of SmolLM2 best, at equal bytes of state and equal steps of training?
+
+    python training/experiments/smollm2/arms.py --teacher SMOLLM2 --data .scratch/smollm2 --out arms.json
+
+`--data` is the folder of `corpus.py`. First the teacher is measured, and its kept layers are chosen greedily with
+windows in place of mixers (`memmix select --stand-in window`), on development text. Then the speed of every arm is
+measured, and the steps of all arms are planned from it, so that together they take `--budget` seconds: two steps of
+`distill` for each of `align`. Then each arm is converted, aligned, distilled and measured; it begins only if the rest
+of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps. `--steps` replaces the
+plan.
+"""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import TrainerCallback
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.hashes import teacher_hash
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.experiments.common.harness import Experiment, check_time, matches
+from hf_memmix.training.experiments.common.options import Options, check_names
+from hf_memmix.training.experiments.smollm2 import measuring
+from hf_memmix.training.text_files import text_record
+from hf_memmix.training.train import align, distill
+
+# by name the mixer and its options. The state of GKA has the bytes of a window of 384 tokens, that of gated_delta
+# those of 192
+ARMS = {
+    "window 384": ("window", {"window": 384}),
+    "window 64": ("window", {"window": 64}),
+    "gka": ("gka", {}),
+    "gka + window 64": ("gka", {"local_window": 64}),
+    "gated_delta": ("gated_delta", {}),
+    "gated_delta + window 64": ("gated_delta", {"local_window": 64}),
+    "gated_delta + window 192": ("gated_delta", {"local_window": 192}),
+    "kda": ("kda", {}),
+    "kda + window 192": ("kda", {"local_window": 192}),
+    "lattice": ("lattice", {}),
+    "mamba2": ("mamba2", {}),
+}
+FIRST = ("window 384", "gka + window 64", "gated_delta + window 64", "gka", "gated_delta", "window 64")
+STAGES = {"align": align, "distill": distill}
+SPEED_STEPS, SKIPPED = 7, 3  # steps of a measurement of speed, and those that compile
+SLOWER = 1.6  # the measurement of a student, as a multiple of the teacher's, which has no texts to compare
+CONVERSION = 7.0  # seconds of a conversion, of the start of two stages and of kernels that are compiled
+
+
+class Clock(TrainerCallback):
+    """Notes when each step ended."""
+
+    def __init__(self, args):
+        self.args, self.ends = args, []
+
+    def on_step_end(self, arguments, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.time())
+        check_time(self.args)
+
+    def seconds_per_step(self) -> float:
+        gaps = [after - before for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        return statistics.median(gaps[SKIPPED - 1 :] or gaps or [1.0])
+
+
+def planned(teacher: dict, speeds: list[dict], args) -> dict[str, int]:
+    """The steps of every arm: those of `--steps`, or what fits into the budget."""
+    if args.steps:
+        return dict(zip(STAGES, map(int, args.steps.split(",")), strict=True))
+    left = args.budget - len(speeds) * (SLOWER * teacher["measuring_seconds"] + CONVERSION)
+    rows = len(measuring.tokens_of(args.data, "train")) // (args.batch_size * args.block_size)
+    steps = int(left / sum(row["align"] + 2 * row["distill"] for row in speeds))
+    steps = max(4, min(rows // 2, steps))
+    return {"align": steps, "distill": 2 * steps}
+
+
+def rows_to_run(done: list[dict], args) -> list[dict]:
+    teacher = next((row for row in done if row["step"] == "teacher" and "choice" in row), None)
+    if teacher is None:
+        return [{"step": "teacher", "arm": "teacher"}]
+    keep = teacher["choice"]["keep"]
+    tries = [{"step": "speed", "arm": arm, "keep": keep} for arm in ([] if args.steps else args.arms)]
+    ended = [known for row in tries for known in done if matches(known, row)]
+    if len(ended) < len(tries):
+        return tries
+    speeds = {row["arm"]: row for row in ended if "error" not in row}
+    steps = planned(teacher, list(speeds.values()), args)
+    left = getattr(args, "deadline", float("inf")) - time.time()
+    rows = []
+    for arm in args.arms if args.steps else speeds:
+        training = sum(steps[stage] * speeds[arm][stage] for stage in STAGES) if arm in speeds else 0.0
+        if training + SLOWER * teacher["measuring_seconds"] + 2 * CONVERSION < left:
+            rows.append({"step": "arm", "arm": arm, "keep": keep, "seed": args.seed} | steps)
+    return rows
+
+
+def run(row: dict, args):
+    if row["step"] == "teacher":
+        return chosen_and_measured(args)
+    return speed(row, args) if row["step"] == "speed" else trained_and_measured(row, args)
+
+
+def chosen_and_measured(args) -> dict:
+    """The layers that keep their attention, and the figures of the teacher."""
+    began = time.time()
+    found = measuring.search_of(args, ",".join(measuring.PROBES)).run(args.kept)
+    trace = [{key: row[key] for key in ("layer", "loss", "kl", "answers")} for row in found["trace"]]
+    choice = {"keep": found["keep"], "trace": trace, "seconds": round(time.time() - began, 1)}
+    figures = measuring.measured_of(args)
+    return {"choice": choice, "measuring_seconds": figures.seconds} | figures.of_teacher()
+
+
+def student_of(row: dict, args):
+    mixer, options = ARMS[row["arm"]]
+    return convert_model(measuring.teacher_of(args.teacher), mixer, row["keep"], **options)
+
+
+def train(student, stage: str, steps: int, seed: int, args) -> tuple[dict, Clock]:
+    """One stage with the rates of its recipe."""
+    clock = Clock(args)
+    data = TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
+    sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        result = STAGES[stage](
+            student,
+            measuring.teacher_of(args.teacher),
+            data,
+            folder,
+            **sizes,
+            seed=seed,
+            resume=False,
+            callbacks=[clock],
+            trainer={"logging_steps": max(1, steps // 12)},
+        )
+    return result, clock
+
+
+def speed(row: dict, args) -> dict:
+    """Seconds per step of both stages."""
+    student, found = student_of(row, args), {}
+    for seed, stage in enumerate(STAGES):
+        began = time.time()
+        _, clock = train(student, stage, SPEED_STEPS, seed, args)
+        found |= {stage: clock.seconds_per_step(), f"{stage}_seconds": round(time.time() - began, 1)}
+    return found
+
+
+def trained_and_measured(row: dict, args):
+    """An arm, in parts."""
+    student = student_of(row, args)
+    size = args.batch_size * args.block_size
+    yield {
+        "parameters": student.num_parameters(),
+        "state_bytes": measuring.layer_bytes(student),
+        "tokens": size * sum(row[stage] for stage in STAGES),
+    }
+    for seed, stage in enumerate(STAGES):
+        result, clock = train(student, stage, row[stage], row["seed"] * len(STAGES) + seed, args)
+        kept = {name: result[name] for name in ("first_loss", "last_loss", "seconds", "log")}
+        yield {f"{stage}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step())}}
+    began = time.time()
+    figures = measuring.measured_of(args).of(student)
+    yield figures | {"finite": True, "measuring_seconds": round(time.time() - began, 1)}
+
+
+class Settings(Options):
+    teacher: Annotated[Path, typer.Option(help="folder of the teacher")]
+    data: Annotated[Path, typer.Option(help="folder of the token files of corpus.py")]
+    text: Annotated[Path | None, typer.Option(help="text of the choice; default: dev.txt of the data")] = None
+    arms: Annotated[list[str], typer.Option(help="arms to compare; repeatable")] = FIRST
+    kept: Annotated[int, typer.Option(help="layers that keep their attention")] = 8
+    window: Annotated[int, typer.Option(help="tokens of the windows of the choice")] = 64
+    seed: Annotated[int, typer.Option(help="seed of the order of the training text")] = 0
+    budget: Annotated[float, typer.Option(help="seconds for all arms, over all calls")] = 540.0
+    steps: Annotated[str, typer.Option(help="steps of align and distill in place of the plan: 100,200")] = ""
+    batch_size: Annotated[int, typer.Option(help="sequences of a step")] = 8
+    block_size: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048
+    length: Annotated[int, typer.Option(help="tokens of a sequence of the choice")] = 1024
+    choice_samples: Annotated[int, typer.Option(help="sequences per depth of a probe of the choice")] = 4
+    choice_tokens: Annotated[int, typer.Option(help="tokens of the text of the choice")] = 16384
+    lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        8192,
+    )
+    samples: Annotated[int, typer.Option(help="sequences per length and depth of a probe")] = 16
+    measured_tokens: Annotated[int, typer.Option(help="tokens of each text that are read")] = 65536
+    free_prompts: Annotated[int, typer.Option(help="texts that are generated")] = 64
+    free_tokens: Annotated[int, typer.Option(help="tokens of a generated text")] = 128
+
+
+def check(args) -> None:
+    check_names("--arms", args.arms, ARMS)
+    args.text = args.data / "dev.txt" if args.text is None else args.text
+
+
+def about(args) -> dict:
+    """What was measured on what, without the places on this machine."""
+    texts = {name: text_record(args.data / f"{name}.npy") for name in ("train", *measuring.TEXTS)}
+    return {
+        "model": {"folder": args.teacher.name, "weights": teacher_hash(args.teacher)},
+        "texts": texts | {"choice": text_record(args.text)},
+    }
+
+
+main = Experiment("arms", __file__, Settings, rows_to_run, check, about).command()
+
+if __name__ == "__main__":
+    typer.run(main)

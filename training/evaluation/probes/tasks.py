@@ -350,7 +350,9 @@ def _fact_of(material: Material, key, noun) -> tuple[int, ...]:
 
 
 def facts(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
-    keys, values = draw.sample(material.keys[:NAMES], FACTS), draw.sample(material.nouns, FACTS)
+    names = material.keys[:NAMES]
+    most = min(FACTS, len(names), len(material.nouns))
+    keys, values = draw.sample(names, most), draw.sample(material.nouns, most)
     texts = [_fact_of(material, *pair) for pair in zip(keys, values, strict=True)]
     while len(texts) > 2 and len(material.start) + 2 * sum(map(len, texts)) > length:
         texts.pop()

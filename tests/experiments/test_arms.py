@@ -57,7 +57,7 @@ def test_all_arms_have_equal_steps_that_fill_the_budget(args, timed):
 
 
 def test_an_arm_begins_only_if_it_can_end(args, timed):
-    (row,) = arms.rows_to_run(timed, with_options(args, deadline=time.time() + 30, steps="10,20"))[:1]
+    (row,) = arms.rows_to_run(timed, with_options(args, deadline=time.time() + 60, steps="10,20"))[:1]
     assert (row["align"], row["distill"]) == (10, 20)
     short = with_options(args, deadline=time.time() + 28)
     assert [row["arm"] for row in arms.rows_to_run(timed, short)] == ["window 64"]

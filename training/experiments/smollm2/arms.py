@@ -7,7 +7,7 @@ windows in place of mixers (`memmix select --stand-in window`), on development t
 measured, and the steps of all arms are planned from it, so that together they take `--budget` seconds: two steps of
 `distill` for each of `align`. Then each arm is converted, aligned, distilled and measured; it begins only if the rest
 of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps. `--steps` replaces the
-plan.
+plan, for example to add an arm later.
 """
 
 import statistics
@@ -45,9 +45,17 @@ ARMS = {
     "lattice": ("lattice", {}),
     "mamba2": ("mamba2", {}),
 }
-FIRST = ("window 384", "gka + window 64", "gated_delta + window 64", "gka", "gated_delta", "window 64")
+FIRST = (
+    "window 384",
+    "gka + window 64",
+    "gated_delta + window 192",
+    "gka",
+    "gated_delta",
+    "window 64",
+    "gated_delta + window 64",
+)
 STAGES = {"align": align, "distill": distill}
-SPEED_STEPS, SKIPPED = 7, 3  # steps of a measurement of speed, and those that compile
+SPEED_STEPS, SKIPPED = 6, 3  # steps of a measurement of speed, and those that compile
 SLOWER = 1.6  # the measurement of a student, as a multiple of the teacher's, which has no texts to compare
 CONVERSION = 7.0  # seconds of a conversion, of the start of two stages and of kernels that are compiled
 
@@ -85,16 +93,17 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     if teacher is None:
         return [{"step": "teacher", "arm": "teacher"}]
     keep = teacher["choice"]["keep"]
-    tries = [{"step": "speed", "arm": arm, "keep": keep} for arm in ([] if args.steps else args.arms)]
+    tries = [{"step": "speed", "arm": arm, "keep": keep} for arm in args.arms]
     ended = [known for row in tries for known in done if matches(known, row)]
-    if len(ended) < len(tries):
+    if len(ended) < len(tries) and not args.steps:
         return tries
     speeds = {row["arm"]: row for row in ended if "error" not in row}
+    slowest = {stage: max([row[stage] for row in speeds.values()], default=0.0) for stage in STAGES}
     steps = planned(teacher, list(speeds.values()), args)
     left = getattr(args, "deadline", float("inf")) - time.time()
     rows = []
     for arm in args.arms if args.steps else speeds:
-        training = sum(steps[stage] * speeds[arm][stage] for stage in STAGES) if arm in speeds else 0.0
+        training = sum(steps[stage] * speeds.get(arm, slowest)[stage] for stage in STAGES)
         if training + SLOWER * teacher["measuring_seconds"] + 2 * CONVERSION < left:
             rows.append({"step": "arm", "arm": arm, "keep": keep, "seed": args.seed} | steps)
     return rows
@@ -170,15 +179,10 @@ def trained_and_measured(row: dict, args):
 
 
 def table(results: dict) -> str:
-    """The quality of every arm, then what it recalls by length: choice and exact."""
-    texts = (
-        "state_bytes:0",
-        "heldout_ppl_ratio:3",
-        "domain_ppl_ratio:3",
-        "domain_kl:3",
-        "domain_top1_agreement:1:100",
-    )
+    """The quality of every arm, its size, then what it recalls by length: choice and exact."""
+    texts = [f"{text}_{name}" for text in measuring.TEXTS for name in ("ppl_ratio:3", "kl:3", "top1_agreement:1:100")]
     found = [rows_table(results, "arm", *texts, "generated_answers:0:100", "same_texts:0:100")]
+    found.append(rows_table(results, "arm", "state_bytes:0", "tokens:0", "align:0", "distill:0"))
     for task in measuring.PROBES:
         for measure in ("choice", "exact"):
             lengths = results["settings"]["lengths"]

@@ -19,6 +19,7 @@ from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.text_files import read_text
 
+PERFECT = {"ppl_ratio": 1.0, "kl": 0.0, "top1_agreement": 1.0}  # the teacher's figures beside itself
 CHOICE_SEED, FIGURE_SEED = 0, 1
 PROBES = ("fact", "facts")
 TEXTS = ("heldout", "domain")
@@ -117,7 +118,7 @@ class Measured:
 
     def of_teacher(self) -> dict:
         """The figures of the teacher by the names of those of a student."""
-        found = {f"{text}_{name}": value for text in TEXTS for name, value in (("ppl_ratio", 1.0), ("kl", 0.0))}
+        found = {f"{text}_{name}": value for text in TEXTS for name, value in PERFECT.items()}
         found |= self._recall(self.cells, "teacher") | {"generated_answers": self.answers, "same_texts": 1.0}
         return found
 

@@ -27,7 +27,7 @@ def args(tmp_path_factory):
     sizes = {"batch_size": 1, "block_size": 16, "length": 96, "lengths": [96], "samples": 1, "measured_tokens": 64}
     choice = {"choice_samples": 1, "choice_tokens": 96, "window": 4, "kept": 1, "seed": 0}
     free = {"free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
-    asked = {"arms": ["window 64", "gka"], "steps": "", "budget": 40.0, "deadline": float("inf")}
+    asked = {"arms": ["window 64", "gka"], "given_steps": "", "budget": 40.0, "deadline": float("inf")}
     return SimpleNamespace(
         teacher=folder / "teacher", data=folder, out=folder / "a.json", **sizes, **choice, **free, **asked
     )
@@ -57,7 +57,7 @@ def test_all_arms_have_equal_steps_that_fill_the_budget(args, timed):
 
 
 def test_an_arm_begins_only_if_it_can_end(args, timed):
-    (row,) = arms.rows_to_run(timed, with_options(args, deadline=time.time() + 60, steps="10,20"))[:1]
+    (row,) = arms.rows_to_run(timed, with_options(args, deadline=time.time() + 60, given_steps="10,20"))[:1]
     assert (row["align"], row["distill"]) == (10, 20)
     short = with_options(args, deadline=time.time() + 28)
     assert [row["arm"] for row in arms.rows_to_run(timed, short)] == ["window 64"]
@@ -65,7 +65,7 @@ def test_an_arm_begins_only_if_it_can_end(args, timed):
 
 
 def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
-    args = with_options(args, steps="1,2", arms=["gka"])
+    args = with_options(args, given_steps="1,2", arms=["gka"])
     rows = []
     while waiting := [row for row in arms.rows_to_run(rows, args) if not any(harness.matches(r, row) for r in rows)]:
         outcome = arms.run(waiting[0], args)

@@ -6,8 +6,8 @@
     mqar               keys and values, then every key again in another order (Zoology, arXiv:2312.04927)
     common_words       a list in which one word occurs much more often than the others
     mentions           real text: the second token of a rare pair that occurs for the second time in the window
-    fact, facts        as niah and niah_multi, in a form for pretrained models: "The code of NAME is NOUN."; the nouns are
-                       things that a model does not expect there
+    fact, facts        as niah and niah_multi, in a form for pretrained models: "The code of NAME is NOUN."; the nouns
+                       are things that a model does not expect there
 
 Every function takes the material, a length, a depth and a random generator, and returns one `Sample` of exactly this
 length. In the control of a sample, the context has other values. So the difference between the two scores measures

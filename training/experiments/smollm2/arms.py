@@ -6,7 +6,7 @@
 windows in place of mixers (`memmix select --stand-in window`), on development text. Then the speed of every arm is
 measured, and the steps of all arms are planned from it, so that together they take `--budget` seconds: two steps of
 `distill` for each of `align`. Then each arm is converted, aligned, distilled and measured; it begins only if the rest
-of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps. `--steps` replaces the
+of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps. `--given-steps` replaces the
 plan, for example to add an arm later.
 """
 
@@ -78,9 +78,9 @@ class Clock(TrainerCallback):
 
 
 def planned(teacher: dict, speeds: list[dict], args) -> dict[str, int]:
-    """The steps of every arm: those of `--steps`, or what fits into the budget."""
-    if args.steps:
-        return dict(zip(STAGES, map(int, args.steps.split(",")), strict=True))
+    """The steps of every arm: those of `--given-steps`, or what fits into the budget."""
+    if args.given_steps:
+        return dict(zip(STAGES, map(int, args.given_steps.split(",")), strict=True))
     left = args.budget - len(speeds) * (SLOWER * teacher["measuring_seconds"] + CONVERSION)
     rows = len(measuring.tokens_of(args.data, "train")) // (args.batch_size * args.block_size)
     steps = int(left / sum(row["align"] + 2 * row["distill"] for row in speeds))
@@ -95,14 +95,14 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     keep = teacher["choice"]["keep"]
     tries = [{"step": "speed", "arm": arm, "keep": keep} for arm in args.arms]
     ended = [known for row in tries for known in done if matches(known, row)]
-    if len(ended) < len(tries) and not args.steps:
+    if len(ended) < len(tries) and not args.given_steps:
         return tries
     speeds = {row["arm"]: row for row in ended if "error" not in row}
     slowest = {stage: max([row[stage] for row in speeds.values()], default=0.0) for stage in STAGES}
     steps = planned(teacher, list(speeds.values()), args)
     left = getattr(args, "deadline", float("inf")) - time.time()
     rows = []
-    for arm in args.arms if args.steps else speeds:
+    for arm in args.arms if args.given_steps else speeds:
         training = sum(steps[stage] * speeds.get(arm, slowest)[stage] for stage in STAGES)
         if training + SLOWER * teacher["measuring_seconds"] + 2 * CONVERSION < left:
             rows.append({"step": "arm", "arm": arm, "keep": keep, "seed": args.seed} | steps)
@@ -199,7 +199,7 @@ class Settings(Options):
     window: Annotated[int, typer.Option(help="tokens of the windows of the choice")] = 64
     seed: Annotated[int, typer.Option(help="seed of the order of the training text")] = 0
     budget: Annotated[float, typer.Option(help="seconds for all arms, over all calls")] = 540.0
-    steps: Annotated[str, typer.Option(help="steps of align and distill in place of the plan: 100,200")] = ""
+    given_steps: Annotated[str, typer.Option(help="steps of align and distill in place of the plan: 100,200")] = ""
     batch_size: Annotated[int, typer.Option(help="sequences of a step")] = 8
     block_size: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048
     length: Annotated[int, typer.Option(help="tokens of a sequence of the choice")] = 1024

@@ -74,7 +74,7 @@ SOURCES = debian_text.SOURCES | {
     ),
     "reference": pages("debian-reference-en", "Debian Reference", "GPL-2+", 3, "usr/share/debian-reference"),
     "policy": source("debian-policy", "Debian Policy", "GPL-2+", 2, f"{DOC}/debian-policy", r"\.txt(\.gz)?$"),
-    "anarchism": pages("anarchism", "An Anarchist FAQ", "GPL-2+ or GFDL-1.1+", 8, f"{DOC}/anarchism"),
+    "anarchism": pages("anarchism", "An Anarchist FAQ", "GPL-2", 8, f"{DOC}/anarchism"),
     "git": source("git-doc", "documentation of Git", "GPL-2", 5, f"{DOC}/git-doc", r"\.(txt|adoc)$"),
     "cmake": source("cmake-doc", "documentation of CMake", "BSD-3-Clause", 5, f"{DOC}/cmake-data", r"\.rst\.txt$"),
     "apache": pages("apache2-doc", "documentation of Apache httpd", "Apache-2.0", 6, f"{DOC}/apache2-doc/manual/en"),

@@ -6,8 +6,8 @@
 windows in place of mixers (`memmix select --stand-in window`), on development text. Then the speed of every arm is
 measured, and the steps of all arms are planned from it, so that together they take `--budget` seconds: two steps of
 `distill` for each of `align`. Then each arm is converted, aligned, distilled and measured; it begins only if the rest
-of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps. `--given-steps` replaces
-the plan, for example to add an arm later.
+of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps.
+`--given-steps` replaces the plan, for example to add an arm later.
 """
 
 import statistics

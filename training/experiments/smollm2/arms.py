@@ -40,6 +40,8 @@ ARMS = {
     "gated_delta": ("gated_delta", {}),
     "gated_delta + window 64": ("gated_delta", {"local_window": 64}),
     "gated_delta + window 192": ("gated_delta", {"local_window": 192}),
+    "gka, long": ("gka", {"half_lives": [16, 2048]}),
+    "gated_delta, long": ("gated_delta", {"half_lives": [16, 2048]}),
     "kda": ("kda", {}),
     "kda + window 192": ("kda", {"local_window": 192}),
     "lattice": ("lattice", {}),

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
 from .given_cache import cache_among
-from .versions import moved
+from .versions import check_methods, moved
 
 # the argument of a forward, and the key of generate()'s `model_kwargs`, that holds the cache: "past_key_values" up to
 # transformers 5.23, "cache" since 5.24
@@ -51,13 +51,7 @@ def check_forward(model_class: type, cache: bool = True):
 @functools.cache
 def check_generate():
     """Raise RuntimeError if a method of generate() is missing or has other parameters than in `RELIED_ON`."""
-    for name, wanted in RELIED_ON.items():
-        method = getattr(GenerationMixin, name, None)
-        found = [] if method is None else [*inspect.signature(method).parameters]
-        found = [parameter for parameter in found if parameter not in ("self", "cls")]
-        wanted = wanted.split()
-        if method is None or found[: len(wanted)] != wanted:
-            raise moved(f"generate() has no method {name}({', '.join(wanted)}, ...)")
+    check_methods(GenerationMixin, RELIED_ON, "generate()")
     prepare = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     if missing := {CACHE, "attention_mask", "inputs_embeds", "is_first_iteration"} - prepare.keys():
         raise moved(f"prepare_inputs_for_generation has no argument {min(missing)!r}")

@@ -1,9 +1,8 @@
 """All uses of private methods, attributes and tables of transformers, which may change in any release.
 
-No other module of hf_memmix and hf_memmix.conversion uses them; those of generate() are in `_generation_hooks`, those
-of the Trainer in `hf_memmix.training._trainer_hooks`. A comment here explains why each one is needed, and a row in
-tests/core/test_door.py fails if the library renames it or changes its arguments. The classes below override private
-methods of the library and call methods with public names, which the model classes implement.
+Only these modules use them, too: `_model_hooks`, for methods that model classes override, `_generation_hooks`, for
+those of generate(), and `hf_memmix.training._trainer_hooks`, for those of the Trainer. A comment here explains why each
+one is needed, and a row in tests/core/test_door.py fails if the library renames it or changes its arguments.
 
 Each one has the same name, arguments and meaning from transformers 5.17 to 5.24, unless a comment names the releases.
 """
@@ -11,7 +10,6 @@ Each one has the same name, arguments and meaning from transformers 5.17 to 5.24
 import re
 import sys
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -68,10 +66,6 @@ __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
-    "ConstructionHooks",
-    "DistributionHooks",
-    "ImageModelHooks",
-    "OwnModules",
     "attention_computed_by",
     "attention_implementation",
     "change_class",
@@ -334,109 +328,6 @@ def load_generation_config(model: nn.Module, folder) -> None:
     model.adjust_generation_fn(
         None, True, None, folder, **from_hub, revision="main", subfolder="", trust_remote_code=False
     )
-
-
-class OwnModules:
-    """How modules that fill themselves are initialised. A base class that stands before the library's class."""
-
-    own_modules: ClassVar[tuple[type[nn.Module], ...]] = ()  # modules with `init_weights()`, which fill themselves
-
-    @torch.no_grad()
-    def _init_weights(self, module):
-        """Initialise ours after the native class's modules. `transformers.initialization` skips loaded tensors."""
-        super()._init_weights(module)
-        if isinstance(module, self.own_modules):
-            module.init_weights()
-
-    def _initialize_weights(self, module, *args, **kwargs):
-        """The library skips a module whose parameters are all in its children."""
-        if isinstance(module, self.own_modules) and not getattr(module, "_is_hf_initialized", False):
-            self._init_weights(module)
-            module._is_hf_initialized = True
-        super()._initialize_weights(module, *args, **kwargs)
-
-
-class ImageModelHooks(OwnModules):
-    """What the library asks of a model class that has no native class among its bases."""
-
-    undivided_modules: ClassVar[tuple[str, ...]] = ()  # class names of modules that stay whole on one device
-
-    _supports_sdpa = True  # without it, the library refuses the default attention implementation of other models
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        cls._no_split_modules = list(cls.undivided_modules)
-
-
-class ConstructionHooks(OwnModules):
-    """How a model with mixers is built. A base class that stands before a native class."""
-
-    # generate() refuses assisted decoding for models whose cache cannot be rolled back; ours can
-    _is_stateful = False
-
-    @classmethod
-    def concrete_class(cls, config) -> type:
-        """The class to build for a configuration. `MemMixModel` etc. return the class of the backbone instead."""
-        return cls
-
-    @classmethod
-    def _from_config(cls, config, **kwargs):
-        """`AutoModel.from_config` calls it."""
-        concrete = cls.concrete_class(config)
-        return super()._from_config(config, **kwargs) if concrete is cls else concrete._from_config(config, **kwargs)
-
-    # the library searches the source code of `cls.__module__` for both, so the native class must answer
-
-    @classmethod
-    def _can_set_attn_implementation(cls):
-        return native_class(cls)._can_set_attn_implementation()
-
-    @classmethod
-    def _can_set_experts_implementation(cls):
-        return native_class(cls)._can_set_experts_implementation()
-
-
-class DistributionHooks:
-    """How a model is spread over several processes by `from_pretrained`. Goes before a native class."""
-
-    @contextmanager
-    def sharding(self, ranks: int):
-        """A context in which the library shards the model for tensor parallelism; it gives a function of the mesh
-        that shards the rest.
-        """
-        raise NotImplementedError
-
-    def whole_tensors(self, tensors: dict) -> dict:
-        """Tensors of a state dict by name, sharded ones as a whole."""
-        raise NotImplementedError
-
-    def check_distributed_checkpoint(self):
-        """Raise ValueError if the ranks must not write what they hold."""
-        raise NotImplementedError
-
-    @classmethod
-    def maybe_distribute_model(cls, model, distributed_config, mesh, *args, **kwargs):
-        """`from_pretrained` calls it after construction, when all parameters are on "meta", and before loading.
-
-        `mesh` is a mesh in 5.17 and an object that makes meshes in 5.23, and None if one process does it all.
-        """
-        ranks = getattr(distributed_config, "tp_size", None) or 1
-        if mesh is None or ranks == 1:
-            return super().maybe_distribute_model(model, distributed_config, mesh, *args, **kwargs)
-        with model.sharding(ranks) as shard_the_rest:
-            model = super().maybe_distribute_model(model, distributed_config, mesh, *args, **kwargs)
-            shard_the_rest(tensor_parallel_mesh(model))
-        return model
-
-    def save_distributed_checkpoint(self, *args, **kwargs):
-        """`save_pretrained(distributed_checkpoint=True)`: every rank writes what it holds."""
-        self.check_distributed_checkpoint()
-        return super().save_distributed_checkpoint(*args, **kwargs)
-
-    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
-        """`save_pretrained` writes what this returns."""
-        state_dict = self.whole_tensors(state_dict)
-        return super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs)
 
 
 @contextmanager

@@ -5,7 +5,13 @@ import sys
 from transformers import AutoModelForCausalLM
 
 from ._generation_hooks import check_forward
-from ._transformers import copy_tensor_renames, list_as_language_model, model_class_of, native_class_names
+from ._model_hooks import check_models
+from ._transformers import (
+    copy_tensor_renames,
+    list_as_language_model,
+    model_class_of,
+    native_class_names,
+)
 from .configuration_memmix import MemMixConfig, config_class_for
 
 
@@ -24,6 +30,7 @@ def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
         name = config_class._model_name(native.__name__)
         if name in vars(module):
             continue
+        check_models()
         check_forward(native, cache=kind._takes_cache)
         namespace = {
             "__module__": module.__name__,

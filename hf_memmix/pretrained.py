@@ -2,7 +2,8 @@
 
 from transformers import AutoModel, PreTrainedConfig
 
-from ._transformers import ConstructionHooks, drop_unmatched_rules, keep_in_fp32, model_class_of
+from ._model_hooks import ConstructionHooks
+from ._transformers import drop_unmatched_rules, keep_in_fp32, model_class_of
 from .errors import UserError
 from .fused_layers import fuse_layers
 from .mixers import FeedForward, MemoryMixer

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._transformers import DistributionHooks, drop_unmatched_rules, name_in_plan, tensor_parallel_size
+from ._model_hooks import DistributionHooks
+from ._transformers import drop_unmatched_rules, name_in_plan, tensor_parallel_size
 from .backbones import backbone_of
 from .errors import UserError
 from .mixers import ATTENTION, FeedForward, MemoryMixer

@@ -3,6 +3,7 @@
 pip keeps to the same ranges when it installs hf_memmix, but not when another package is upgraded beside it.
 """
 
+import inspect
 import os
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +51,20 @@ def check_versions():
                 f"hf_memmix is not tested with {package} {installed} and could give wrong results without an error;"
                 f" {remedy} ({ANY_VERSION}=1 allows every version, for developers)"
             )
+
+
+def check_methods(owner: type, relied_on: dict[str, str], whose: str):
+    """Raise RuntimeError if a class of the library has no method of a name, or one with other parameters.
+
+    relied_on: methods, and the first parameters of each in their order, without `self` and `cls`.
+    """
+    for name, wanted in relied_on.items():
+        method = getattr(owner, name, None)
+        found = [] if method is None else [*inspect.signature(method).parameters]
+        found = [parameter for parameter in found if parameter not in ("self", "cls")]
+        wanted = wanted.split()
+        if method is None or found[: len(wanted)] != wanted:
+            raise moved(f"{whose} has no method {name}({', '.join(wanted)}, ...)")
 
 
 def moved(what: str) -> RuntimeError:

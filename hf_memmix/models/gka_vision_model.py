@@ -30,7 +30,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple, is_torchvision_available
 
-from .._transformers import ImageModelHooks, keep_in_fp32
+from .._model_hooks import ImageModelHooks
+from .._transformers import keep_in_fp32
 from ..errors import UserError
 from ..mixers import ATTENTION, MIXERS, MemoryMixer
 from ..swap import fp32_patterns

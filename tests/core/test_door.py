@@ -31,11 +31,12 @@ from transformers.cache_utils import (
 
 import hf_memmix
 from hf_memmix import _generation_hooks as generation_door
+from hf_memmix import _model_hooks as model_door
 from hf_memmix import _transformers as door
 from hf_memmix.training import _trainer_hooks as trainer_door
 
 ROOT = Path(hf_memmix.__file__).parents[1]
-DOORS = [Path(module.__file__) for module in (door, generation_door, trainer_door)]
+DOORS = [Path(module.__file__) for module in (door, model_door, generation_door, trainer_door)]
 # modules of transformers whose public names are documented; what comes from any other one goes through a door
 DOCUMENTED = (
     "transformers",
@@ -47,14 +48,7 @@ DOCUMENTED = (
 
 # methods of the library that a door overrides or calls, with the parameters that it relies on, in their order
 METHODS = {
-    "transformers.PreTrainedModel._from_config": "config",
-    "transformers.PreTrainedModel._init_weights": "module",
-    "transformers.PreTrainedModel._initialize_weights": "module is_custom_code",
-    "transformers.PreTrainedModel._can_set_attn_implementation": "",
-    "transformers.PreTrainedModel._can_set_experts_implementation": "",
-    "transformers.PreTrainedModel.maybe_distribute_model": "model distributed_config",
-    "transformers.PreTrainedModel.save_distributed_checkpoint": "model_to_save save_directory",
-    "transformers.PreTrainedModel.gather_sharded_state_dict_for_save": "model_to_save state_dict",
+    **{f"transformers.PreTrainedModel.{name}": wanted for name, wanted in model_door.RELIED_ON.items()},
     **{f"transformers.GenerationMixin.{name}": wanted for name, wanted in generation_door.RELIED_ON.items()},
     "transformers.masking_utils.create_masks_for_generate": (
         f"config inputs_embeds attention_mask {generation_door.CACHE}"

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from transformers import CONFIG_MAPPING, GenerationMixin, LlamaForCausalLM, LlamaModel
+from transformers import CONFIG_MAPPING, GenerationMixin, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 import hf_memmix
 from hf_memmix import _generation_hooks as hooks
+from hf_memmix import _model_hooks as model_hooks
 from hf_memmix import versions
 from hf_memmix._transformers import CONFIG_MAPPING_NAMES, model_class_of
 from hf_memmix.backbones import BACKBONES
@@ -189,6 +190,17 @@ def test_inputs_are_prepared_from_other_arguments(monkeypatch, unchecked):
     monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", lambda self, input_ids, **kwargs: {})
     with pytest.raises(RuntimeError, match="prepare_inputs_for_generation has no argument"):
         tiny_model("llama", "odd").generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", [*model_hooks.RELIED_ON, *model_hooks._ATTRIBUTES])
+def test_a_model_has_moved(name, monkeypatch):
+    """A model class that is made then says so."""
+    model_hooks.check_models.cache_clear()
+    for owner in [owner for owner in PreTrainedModel.__mro__ if name in vars(owner)]:
+        monkeypatch.delattr(owner, name)
+    with pytest.raises(RuntimeError, match=f"PreTrainedModel has no (method|attribute) {name}"):
+        model_hooks.check_models()
+    assert model_hooks.check_models.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize("family", [name for name, row in BACKBONES.items() if row.refused is None])

@@ -1,8 +1,8 @@
 """All uses of private methods, attributes and tables of transformers, which may change in any release.
 
 Only these modules use them, too: `_model_hooks`, for methods that model classes override, `_generation_hooks`, for
-those of generate(), and `hf_memmix.training._trainer_hooks`, for those of the Trainer. A comment here explains why each
-one is needed, and a row in tests/core/test_door.py fails if the library renames it or changes its arguments.
+those of generate(), and `hf_memmix.training._trainer_hooks`, for those of the Trainer. A comment here explains why
+each one is needed, and a row in tests/core/test_door.py fails if the library renames it or changes its arguments.
 
 Each one has the same name, arguments and meaning from transformers 5.17 to 5.24, unless a comment names the releases.
 """
@@ -249,7 +249,7 @@ def attention_implementation(config) -> str:
 
     "" if none is set.
     """
-    return getattr(config, "_attn_implementation", None) or ""
+    return config._attn_implementation or ""
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from transformers.integrations import deepspeed as deepspeed_state
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from hf_memmix import launch
+from hf_memmix.versions import check_methods
 
 __all__ = [
     "OneGPUArguments",
@@ -31,6 +32,19 @@ __all__ = [
     "replace_contents",
     "whole_models",
 ]
+
+
+# methods of the Trainer and the parameters, in their order, that our runs override or call
+RELIED_ON = {
+    "_get_train_sampler": "train_dataset",
+    "_get_output_dir": "trial",
+    "_save_checkpoint": "model trial",
+    "save_model": "output_dir _internal_call",
+    "_save_optimizer_and_scheduler": "output_dir",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
+    "create_optimizer": "model",
+    "get_optimizer_cls_and_kwargs": "args model",
+}
 
 
 class OneGPUArguments(TrainingArguments):
@@ -93,7 +107,11 @@ class WrappedByUnits:
 
 
 class TrainerHooks(Trainer):
-    """The methods of the Trainer that our runs change."""
+    """The methods of the Trainer that our runs change. RuntimeError if one is missing or has other parameters."""
+
+    def __init__(self, *args, **kwargs):
+        check_methods(Trainer, RELIED_ON, "the Trainer")
+        super().__init__(*args, **kwargs)
 
     def rows_of_an_epoch(self, sampler: Sampler | None) -> Sampler | None:
         """The sampler to train with, made from the library's `sampler`."""

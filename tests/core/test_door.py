@@ -66,15 +66,8 @@ METHODS = {
         "generation_config from_auto_class from_pipeline pretrained_model_name_or_path cache_dir force_download"
         " proxies local_files_only token revision subfolder trust_remote_code"
     ),
-    "transformers.Trainer._get_train_sampler": "train_dataset",
-    "transformers.Trainer._get_output_dir": "trial",
-    "transformers.Trainer._save_checkpoint": "model trial",
+    **{f"transformers.Trainer.{name}": wanted for name, wanted in trainer_door.RELIED_ON.items()},
     "transformers.quantizers.base.get_keys_to_not_convert": "model",
-    "transformers.Trainer.save_model": "output_dir _internal_call",
-    "transformers.Trainer._save_optimizer_and_scheduler": "output_dir",
-    "transformers.Trainer._load_from_checkpoint": "resume_from_checkpoint model",
-    "transformers.Trainer.create_optimizer": "model",
-    "transformers.Trainer.get_optimizer_cls_and_kwargs": "args model",
     "transformers.integrations.get_available_reporting_integrations": "",
     "transformers.integrations.get_reporting_integration_callbacks": "report_to",
     "transformers.integrations.deepspeed.unset_hf_deepspeed_config": "",

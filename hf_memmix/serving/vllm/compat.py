@@ -6,8 +6,6 @@ uses, which would get memory for its keys (0.26), or it refuses the model (0.32)
 
 from types import SimpleNamespace
 
-from vllm.model_executor.models.utils import maybe_prefix
-
 ATTENTION_NAME = "attn"  # of vLLM's attention
 
 
@@ -23,22 +21,26 @@ class KeptAttention:
         raise NotImplementedError
 
     def create_attention_instances(self) -> dict:
-        """0.26: attention by the index of its layer; the model passes this dictionary on."""
+        """Until 0.29: attention by the index of its layer; the model passes this dictionary on."""
         instances = super().create_attention_instances()
         for i in self.memory_layers():
-            del instances[i], self._table()[f"{i}.{ATTENTION_NAME}"]
+            del self._table()[instances.pop(i).layer_name]
         self.connect_memories("")
         return instances
 
-    def _create_attention_instances(self, prefix: str = ""):
-        """0.32: attention as a child of the module that it serves, if that was found to have an attention."""
+    def _create_attention_instances(self, *prefix: str):
+        """From 0.30: attention as a child of the module that it serves, if that was found to have an attention.
+
+        From 0.32 the model has a name in front of those of its modules.
+        """
         layers = self.memory_layers()
         self.attention_fusers |= {i: (path, _NoAttention()) for i, path in layers.items()}
-        super()._create_attention_instances(prefix)
+        super()._create_attention_instances(*prefix)
         for path in layers.values():
-            delattr(self.get_submodule(path), ATTENTION_NAME)
-            del self._table()[maybe_prefix(prefix, f"{path}.{ATTENTION_NAME}")]
-        self.connect_memories(prefix)
+            module = self.get_submodule(path)
+            del self._table()[getattr(module, ATTENTION_NAME).layer_name]
+            delattr(module, ATTENTION_NAME)
+        self.connect_memories(*prefix or ("",))
 
     def _table(self) -> dict:
         return self.compilation_config.static_forward_context

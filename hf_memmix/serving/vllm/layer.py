@@ -97,7 +97,9 @@ class MemoryLayer(MambaBase):
         output[:, count:] = 0  # rows that only pad the batch
         x = x[:, :count]
         parts = []
-        if decodes:
+        if decodes and batch.query_start_loc_d is not None:
+            parts.append(self._verify({name: t[0, :decodes] for name, t in tokens.items()}, batch))
+        elif decodes:
             rows = {name: t[:, :decodes].transpose(0, 1) for name, t in tokens.items()}
             # a column of vLLM's table of blocks; contiguous already when a graph is captured
             y = self.mixer.step(rows, self.pools, batch.state_indices_tensor_d[:decodes, 0].contiguous())
@@ -113,6 +115,30 @@ class MemoryLayer(MambaBase):
             parts.append(y)
         y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         output[:, :count] = self.mixer.readout(y, x)
+
+    def _verify(self, tokens: dict[str, Tensor], batch: MemoryMetadata) -> Tensor:
+        """Decode [T, ...] tokens of rows with draft tokens: each token leaves its state in a page of its own.
+
+        So tokens that are rejected need not be taken out of a state: the next step begins in the page of the last
+        accepted one. The shapes depend on the number of rows and of pages only, as graphs need it: where a row has
+        fewer tokens, another token stands for the missing one, with page 0 and an output that nobody reads.
+        """
+        starts, count = batch.query_start_loc_d, next(iter(tokens.values())).shape[0]
+        targets, memory = batch.state_indices_tensor_d, self._pages[0]
+        page = targets.gather(1, batch.num_accepted_tokens.long()[:, None] - 1)[:, 0]
+        y = None
+        for i in range(targets.shape[1]):
+            place = starts[:-1] + i
+            has_token = place < starts[1:]
+            target = torch.where(has_token, targets[:, i], 0)
+            memory.index_copy_(0, target.long(), memory.index_select(0, page))
+            place = torch.where(has_token, place, count)
+            rows = {name: t.index_select(0, place.clamp(max=count - 1))[:, None] for name, t in tokens.items()}
+            found = self.mixer.step(rows, self.pools, target)[:, 0]
+            y = found.new_zeros(count + 1, *found.shape[1:]) if y is None else y
+            y.index_copy_(0, place.long(), found)
+            page = target
+        return y[None, :count]
 
     def _largest_prefill(self, tokens: dict[str, Tensor]) -> Tensor:
         """A prefill of as many tokens, in as many rows as there may be: vLLM sees the memory that it takes."""

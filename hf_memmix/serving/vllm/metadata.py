@@ -9,6 +9,12 @@ Rows that decode come first. vLLM's own metadata for layers with states has all 
     has_initial_states_p [prefills]             whether a row goes on; if not, its page holds another sequence's states
     query_start_loc_p [prefills + 1]            boundaries of the rows among the tokens that prefill
 
+With draft tokens (speculative decoding), a row that decodes has several tokens and a page for each of them:
+
+    state_indices_tensor_d [decodes, 1 + drafts]
+    query_start_loc_d [decodes + 1]             boundaries of the rows among the tokens that decode
+    num_accepted_tokens [decodes]               of the step before: the state is in the page of the last one
+
 A prompt of one token looks like a row that decodes. If all rows of a batch have one token, vLLM may replay its CUDA
 graph of decode, in which no row starts anew. Then such a prompt decodes too, and its page gets the initial states
 before.
@@ -19,7 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
 from hf_memmix_kernels._chunks import keep_tables
 
@@ -35,8 +42,12 @@ class MemoryMetadata(BaseMambaAttentionMetadata):
     first_tokens: Tensor | None = None
 
 
-class MemoryMetadataBuilder(BaseMambaAttentionMetadataBuilder[MemoryMetadata]):
-    """Builds `MemoryMetadata`; the base class also captures full CUDA graphs of decode."""
+class MemoryMetadataBuilder(ShortConvAttentionMetadataBuilder):
+    """Builds `MemoryMetadata`; the base class also captures full CUDA graphs of decode.
+
+    vLLM tells a few builders only how many draft tokens were accepted. This one of them adds nothing to the base class
+    of all builders for layers with states.
+    """
 
     metadata_cls = MemoryMetadata
     needs_causal_conv1d_metadata = False

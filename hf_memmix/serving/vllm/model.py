@@ -128,6 +128,11 @@ class MemMixMixin(KeptAttention):
         iterator has a whole checkpoint, if vLLM has moved the parameters to "meta" before (`reload_weights`).
         """
         first, self.names.first = self.names.first, False
+        if not first and self.vllm_config.kv_transfer_config is not None:
+            raise ValueError(
+                "with --states weights cannot be loaded again: the states on disk belong to those of the start. Start"
+                " a new server with the new checkpoint, or one without --states"
+            )
         whole = not isinstance(weights, (list, tuple))
         reload = any(parameter.is_meta for mixer in self.mixers.values() for parameter in mixer.parameters())
         if self.device_config.device.type == "cpu":

@@ -4,11 +4,16 @@ All are refused before the model loads. What vLLM itself refuses, on the machine
 has no row.
 """
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import UserError
 from ...mixers import ATTENTION
+from .versions import SPECULATION_SINCE, STATES_SINCE, installed_version, numbers_of
 
+STATES = "MemMixStates"  # the connector of states.py
 CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
@@ -22,10 +27,23 @@ class Refusal(NamedTuple):
 
 REFUSALS = (
     Refusal(
-        "--speculative-config",
-        lambda c: c.speculative_config is not None,
-        "speculative decoding is not supported with memory mixers: a rejected token cannot be taken out of a state."
-        " Leave the option out",
+        "--speculative-config (with another method than ngram, or with vLLM before 0.29)",
+        lambda c: (
+            c.speculative_config is not None
+            and (c.speculative_config.method != "ngram" or numbers_of(installed_version() or "") < SPECULATION_SINCE)
+        ),
+        "draft tokens come from the text; models that draft are not tested with memory mixers, and vLLM before 0.29"
+        " does not tell the layers how many draft tokens were accepted. Use the method ngram, or leave the option out",
+    ),
+    Refusal(
+        "--speculative-config (with prefix caching on a CPU)",
+        lambda c: (
+            c.speculative_config is not None
+            and c.cache_config.enable_prefix_caching
+            and c.device_config.device_type == "cpu"
+        ),
+        "vLLM copies the states of accepted draft tokens by a kernel that it has for GPUs only; add"
+        " --no-enable-prefix-caching",
     ),
     Refusal(
         "--enable-lora",
@@ -80,8 +98,12 @@ REFUSALS = (
     ),
     Refusal(
         "--kv-transfer-config and --kv-offloading-size",
-        lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
-        "the states of memory mixers are not moved to other servers or to the CPU's memory; leave the options out",
+        lambda c: (
+            (c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector != STATES)
+            or c.cache_config.kv_offloading_size is not None
+        ),
+        "the states of memory mixers are not moved to other servers or to the CPU's memory by vLLM's connectors; leave"
+        " the options out. memmix serve --states DIR keeps them on disk, where other servers find them",
     ),
     Refusal(
         "--max-model-len (above the length from which rotary embeddings of the types longrope and dynamic change)",
@@ -118,3 +140,29 @@ def longest_with_fixed_rotation(config) -> float:
         elif "dynamic" in kind:
             limits.append(config.max_position_embeddings)
     return min(limits)
+
+
+def options_of_states(weights: Path, folder: Path, most_bytes: int) -> list[str]:
+    """The options of `vllm serve` that keep the states of prompts in a folder, see states.py.
+
+    Args:
+        weights: the model's folder.
+        folder: made if it is missing.
+        most_bytes: that the states of the model may take there.
+
+    Raises:
+        UserError: nothing can be written there, or this version of vLLM is too old.
+    """
+    found = installed_version() or ""
+    if numbers_of(found) < STATES_SINCE:
+        raise UserError(f"--states: vLLM {found} is too old, it needs {STATES_SINCE[0]}.{STATES_SINCE[1]} or newer")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".write").touch()
+        (folder / ".write").unlink()
+    except OSError as error:
+        raise UserError(f"--states {folder}: {error.strerror}; give a folder that can be written") from error
+    given = {"folder": str(folder.absolute()), "bytes": most_bytes, "model": str(weights.absolute())}
+    connector = {"kv_connector": STATES, "kv_connector_module_path": __name__.replace("options", "states")}
+    connector |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": given}
+    return ["--enable-prefix-caching", "--kv-transfer-config", json.dumps(connector)]

@@ -1,0 +1,66 @@
+"""States of prompts on disk: another engine goes on from them, and answers as if it had read the prompt itself."""
+
+import json
+
+import pytest
+from greedy import ask, assert_greedy, references_of, refused, tokens_of
+from serving_cases import BLOCK, PREFIX
+from test_engine import CACHING
+
+from hf_memmix.serving.state_store import KEYS, STATES, SUFFIX, StateStore
+
+SHARED = PREFIX // BLOCK * BLOCK
+
+
+def options_of(engines, case, folder) -> dict:
+    """Those of an engine that `memmix serve --states` starts."""
+    from hf_memmix.serving.vllm.options import options_of_states
+
+    given = options_of_states(engines.folders / case, folder, 10**9)[-1]
+    return CACHING | {"kv_transfer_config": json.loads(given)}
+
+
+def keeping(engines, case, folder):
+    """A new engine that keeps states in the folder."""
+    engines.close()
+    return engines.get(case, **options_of(engines, case, folder))
+
+
+def files(folder) -> set[str]:
+    return {path.name.split(".", 1)[1].removesuffix(SUFFIX) for path in folder.rglob(f"*{SUFFIX}")}
+
+
+@pytest.mark.parametrize("case", ["several", "several_pure"])
+def test_another_engine_goes_on(case, engines, tmp_path, monkeypatch):
+    """Not from the states of other weights, and not from a file that is gone or cut off."""
+    references = references_of(engines.folders, case, "prefix")
+    outputs = ask(keeping(engines, case, tmp_path), references[:1])
+    assert outputs[0].num_cached_tokens == 0
+    assert files(tmp_path) == {f"{STATES}.0"} | ({f"{KEYS}.0"} if case == "several" else set())
+    engine = keeping(engines, case, tmp_path)
+    assert_greedy(tokens_of(outputs), references[:1])
+    outputs = ask(engine, references)
+    assert_greedy(tokens_of(outputs), references)
+    assert min(output.num_cached_tokens for output in outputs) == SHARED
+    hits = [m.value for m in engine.get_metrics() if m.name == "vllm:external_prefix_cache_hits"]
+    assert sum(hits) >= SHARED
+    with pytest.raises(ValueError, match="with --states weights cannot be loaded again"):
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": str(engines.folders / case)})
+    engine = keeping(engines, case, tmp_path)  # its weights are not half loaded
+    asked, read = [], StateStore.read
+
+    def gone(self, kind, name, rank):
+        asked.append(kind)
+        return None if kind == STATES else read(self, kind, name, rank)
+
+    monkeypatch.setattr(StateStore, "read", gone)
+    outputs = ask(engine, references[:2])
+    assert_greedy(tokens_of(outputs), references[:2])
+    assert STATES in asked and outputs[0].num_cached_tokens == 0
+    engines.close()
+
+
+@pytest.mark.cases("backbone_mistral")
+def test_windows_are_refused(engines, tmp_path):
+    message = refused(engines, "backbone_mistral", **options_of(engines, "backbone_mistral", tmp_path))
+    assert "keep the keys of a window of tokens" in message

@@ -131,8 +131,8 @@ def _print(record: dict) -> None:
     )
     if far := [row["stage"] for row in record["stages"] if (row["larger"] or 0) > FAR]:
         out.print(
-            f"{'; '.join(far)}: more hours than that, because only models of more than {FAR} times the size were"
-            " measured, and a small one leaves a GPU partly idle",
+            f"{'; '.join(far) if len(far) < len(record['stages']) else 'every stage'}: more hours than that, because"
+            f" only models of more than {FAR} times the size were measured, and a small one leaves a GPU partly idle",
             highlight=False,
         )
     if fitting := [row for row in record["stages"] if row["fits"]]:

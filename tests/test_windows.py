@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from child import child_env
-from test_imports import MODULES, within
+from package_modules import MODULES, within
 from tiny_teachers import tiny_teacher
 from windows import IN_OS, IN_SIGNAL
 from windows import MODULES as POSIX_MODULES

@@ -65,14 +65,14 @@ def test_an_arm_begins_only_if_it_can_end(args, timed):
 
 
 def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
-    args = with_options(args, given_steps="1,2", arms=["gka"])
+    args = with_options(args, given_steps="6,7", arms=["gka"])
     rows = []
     while waiting := [row for row in arms.rows_to_run(rows, args) if not any(harness.matches(r, row) for r in rows)]:
         outcome = arms.run(waiting[0], args)
         parts = [outcome] if isinstance(outcome, dict) else outcome
         rows.append({**waiting[0], **{key: value for part in parts for key, value in part.items()}})
     teacher, arm = rows
-    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 3 * 16 and arm["heldout_kl"] > 0
+    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 13 * 16 and arm["heldout_kl"] > 0
     assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_96_choice"]
     results = {"rows": rows, "settings": {"lengths": [96]}, "environment": ENVIRONMENT}
     assert f"| gka | {arm['heldout_ppl_ratio']:.3f} |" in arms.table(results)

@@ -10,7 +10,6 @@ of `--seconds` is enough for it. The same command runs the remaining arms, with 
 `--given-steps` replaces the plan, for example to add an arm later.
 """
 
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -57,26 +56,33 @@ FIRST = (
     "gated_delta + window 64",
 )
 STAGES = {"align": align, "distill": distill}
-SPEED_STEPS, SKIPPED = 6, 3  # steps of a measurement of speed, and those that compile
+SPEED_STEPS, SKIPPED = 9, 5  # steps of a measurement of speed, and those of a run that are not measured
 SLOWER = 1.6  # the measurement of a student, as a multiple of the teacher's, which has no texts to compare
 CONVERSION = 7.0  # seconds of a conversion, of the start of two stages and of kernels that are compiled
 
 
 class Clock(TrainerCallback):
-    """Notes when each step ended."""
+    """The seconds of a step, after those that compile kernels and record a CUDA graph."""
 
     def __init__(self, args):
-        self.args, self.ends = args, []
+        self.args, self.steps, self.began, self.seconds_per_step = args, 0, time.time(), 0.0
 
     def on_step_end(self, arguments, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.time())
+        self.steps += 1
+        if self.steps == SKIPPED:
+            self.began = _now()
         check_time(self.args)
 
-    def seconds_per_step(self) -> float:
-        gaps = [after - before for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)]
-        return statistics.median(gaps[SKIPPED - 1 :] or gaps or [1.0])
+    def on_train_end(self, arguments, state, control, **kwargs):
+        counted = self.steps - SKIPPED if self.steps > SKIPPED else self.steps
+        self.seconds_per_step = (_now() - self.began) / counted
+
+
+def _now() -> float:
+    """The time when the GPU has done all that it was told to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.time()
 
 
 def planned(teacher: dict, speeds: list[dict], args) -> dict[str, int]:
@@ -158,7 +164,7 @@ def speed(row: dict, args) -> dict:
     for seed, stage in enumerate(STAGES):
         began = time.time()
         _, clock = train(student, stage, SPEED_STEPS, seed, args)
-        found |= {stage: clock.seconds_per_step(), f"{stage}_seconds": round(time.time() - began, 1)}
+        found |= {stage: clock.seconds_per_step, f"{stage}_seconds": round(time.time() - began, 1)}
     return found
 
 
@@ -174,7 +180,7 @@ def trained_and_measured(row: dict, args):
     for seed, stage in enumerate(STAGES):
         result, clock = train(student, stage, row[stage], row["seed"] * len(STAGES) + seed, args)
         kept = {name: result[name] for name in ("first_loss", "last_loss", "seconds", "log")}
-        yield {f"{stage}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step())}}
+        yield {f"{stage}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step)}}
     began = time.time()
     figures = measuring.measured_of(args).of(student)
     yield figures | {"finite": True, "measuring_seconds": round(time.time() - began, 1)}

@@ -76,12 +76,6 @@ def test_what_a_command_reads_is_not_replaced(workspace):
     result_of(memmix("distill", *pair, "--out", student, *small, "--overwrite"))  # trained in its place
 
 
-def test_a_plan_is_not_replaced_by_its_plot(workspace):
-    for name in ("plan.png", "plan.mixers", "student"):
-        run = memmix("select", "--teacher", workspace / "teacher", "--out", workspace / name, "--overwrite")
-        assert run.exit_code == 1 and "give a JSON file" in run.output and not (workspace / "plan.png").exists()
-
-
 def test_select_replaces_only_its_own_files(workspace):
     select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "plan.json"]
     (workspace / "plan.png").write_text("a picture")
@@ -91,14 +85,6 @@ def test_select_replaces_only_its_own_files(workspace):
     run = memmix(*select, "--overwrite")
     assert run.exit_code == 1 and "is not a plan of memmix, so it is not replaced" in run.output
     assert (workspace / "plan.png").read_text() == "a picture"
-
-
-def test_an_empty_mixer_is_no_default(workspace):
-    """E.g. `--mixer "$MIXER"` where MIXER is not set."""
-    for command in ("convert", "select"):
-        out = workspace / "out.json"
-        run = memmix(command, "--teacher", workspace / "teacher", "--mixer", "", "--out", out)
-        assert run.exit_code == 1 and "mixer '' is unknown" in run.output.splitlines()[-1] and not out.exists()
 
 
 def test_another_vocabulary_is_refused(workspace):

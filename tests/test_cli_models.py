@@ -173,16 +173,10 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
     devices.check_processes()
 
 
-def test_trackers_are_checked_before_the_models_are_read(cached, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_named(cached, monkeypatch):
     monkeypatch.setattr("transformers.integrations.integration_utils.is_clearml_available", lambda: False)
     student = str(asset_path("tiny_gka"))
     align = ["align", "--teacher", "me/teacher", "--student", student, "--text", "text.txt", "--out", "s"]
-    run = memmix(*align, "--report-to", "nosuch")
-    assert (
-        run.exit_code == 1
-        and "--report-to is 'nosuch', which is not a tracker" in run.output
-        and "wandb" in run.output
-    )
     run = memmix(*align, "--report-to", "clearml")
     assert (
         run.exit_code == 1

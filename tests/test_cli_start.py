@@ -89,7 +89,7 @@ TRAINING = [
     ([*PAIR, *TEXT, *OUT, "--recipe", "{bomb}"], "its aliases stand for more than 100,000 values"),
     ([*PAIR, *TEXT, *OUT, "--steps", "0"], "steps is 0; it must be at least 1"),
     ([*PAIR, *TEXT, *OUT, "--device", "tpu"], "--device is 'tpu'"),
-    ([*PAIR, *TEXT, *OUT, "--report-to", "nosuch"], "--report-to is 'nosuch'"),
+    ([*PAIR, *TEXT, *OUT, "--report-to", "nosuch"], "--report-to is 'nosuch', which is not a tracker"),
     ([*PAIR, *TEXT, *OUT, "--recipe", "{frozen}"], "every learning rate of the recipe is 0"),
     ([*PAIR, *TEXT, "--out", "{full}"], "exists and is not empty"),
     ([*PAIR, *TEXT, "--out", "{full}", "--overwrite"], "was not written by memmix"),
@@ -99,6 +99,7 @@ TRAINING = [
 ]
 CHOICES = [
     ([*FROM, "--mixer", "nosuch"], "mixer 'nosuch' is unknown"),
+    ([*FROM, "--mixer", ""], "mixer '' is unknown"),  # e.g. --mixer "$MIXER" where MIXER is not set
     ([*FROM, "--keep-layers", "9"], "there are layers 0 to 5"),
     ([*FROM, "--keep-layers", "0-999999999999"], "there are layers 0 to 5"),
     ([*FROM, "--keep-count", "x"], "--keep-count is 'x'"),
@@ -129,7 +130,8 @@ LAYERS = [
 # by command: wrong arguments, and a part of the message
 WRONG = {
     "plan": [(["--gpu-memory", "24GiB", *more], told) for more, told in CHOICES]
-    + [([*FROM, "--gpu-memory", "24 apples"], "--gpu-memory is '24 apples'")]
+    + [([*FROM, "--gpu-memory", size], f"--gpu-memory is '{size}'") for size in ("24 apples", "0", "24", "-24GiB")]
+    + [([*FROM, "--gpu-memory", "24GiB", "--tokens", "0"], "--tokens is '0'")]
     + [([*FROM, "--gpu-memory", "24GiB", *more], told) for more, told in LAYERS]
     + [([*FROM, "--gpu-memory", "24GiB", "--length", "9999999"], "the teacher was made for")]
     + [([*FROM, "--gpu-memory", "24GiB", "--tokens", "x"], "--tokens is 'x'")],
@@ -242,6 +244,7 @@ WRONG = {
         ([*FROM, *OUT, "--drop"], "--drop"),
         ([*FROM, *OUT, "--student", "{none}"], NO_MODEL),
         ([*FROM, "--out", "{text}"], "exists; keep it"),
+        *(([*FROM, "--out", "{new}" + end, "--overwrite"], "give a JSON file") for end in (".png", ".mixers")),
     ],
     "card": [
         ([STUDENT, "--report", "{none}", "--base-model", "a/b", "--license", "mit"], "'{none}'"),

@@ -419,21 +419,3 @@ def test_plan_names_the_smallest_stage_if_none_fits(folder):
     given = ["plan", "--teacher", folder, "--gpu-memory", "513MiB"]
     least = min(result_of(memmix(*given, "--json"))["stages"], key=lambda row: row["need"])
     assert f"into 513 MiB; {least['stage']} needs least, {bytes_text(least['need'])}" in memmix(*given).stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--gpu-memory", "24 apples"], "--gpu-memory is '24 apples'"),
-        (["--gpu-memory", "0"], "--gpu-memory is '0', 0 B, "),
-        (["--gpu-memory", "24"], "--gpu-memory is '24', 24 B, "),
-        (["--gpu-memory", "-24GiB"], "--gpu-memory is '-24GiB'"),
-        (["--gpu-memory", "24GiB", "--tokens", "many"], "--tokens is 'many'"),
-        (["--gpu-memory", "24GiB", "--tokens", "0"], "--tokens is '0'"),
-        (["--gpu-memory", "24GiB", "--mixer", "nosuch"], "nosuch"),
-        (["--gpu-memory", "24GiB", "--length", "999999999"], "--length is 999999999"),
-    ],
-)
-def test_wrong_options_of_plan_are_one_line(folder, options, message):
-    run = memmix("plan", "--teacher", folder, *options)
-    assert run.exit_code == 1 and message in run.stderr and len(run.stderr.strip().splitlines()) == 1

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from serving_cases import BLOCK, HYBRIDS, LOW, LOW_PURE, PREFIX, PURE
 
 from hf_memmix.mixers.pages import write_pages
+from hf_memmix.serving.vllm.joined import JoinedLayers
+from testing import BESIDE
 
 # the engine that has room for everything; one that cuts prompts into pieces of 48 tokens and has few blocks; one that
 # keeps prefixes
@@ -241,6 +243,17 @@ def test_projections_are_one_product(engines):
         if layers is not None:
             parts = [saved[f"model.{path}.{name}.weight"] for name in layers.sizes]
             assert len(parts) >= 3 and torch.equal(layers.weight, torch.cat(parts))
+
+
+@pytest.mark.cases(BESIDE)
+def test_projections_beside_a_window(engines):
+    """One product for the memory and one for the window, in both layers that have them."""
+
+    def joined(model):
+        return [list(module.sizes) for module in model.modules() if isinstance(module, JoinedLayers)]
+
+    (found,) = engines.get(BESIDE, **ROOMY).apply_model(joined)
+    assert len(found) == 4 and all({"q_proj", "k_proj", "v_proj"} <= set(names) for names in found)
 
 
 def test_graphs_are_cut_at_the_operator():

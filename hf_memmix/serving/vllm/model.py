@@ -24,6 +24,7 @@ from ...mixers import FeedForward, MemoryMixer
 from ...swap import decoder_layers, modules_of, swap_attention, swap_feed_forward
 from .compat import KeptAttention
 from .config import mixers_of, original_config
+from .joined import JoinedLayers
 from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape, page_sizes
 from .loading import CheckpointNames, check_loaded, forget_packed_weights, mark_unloaded
 from .parameters import local_sizes, replace_parameters
@@ -145,9 +146,9 @@ class MemMixMixin(KeptAttention):
             self.names.expected = self.names.found if whole else set()  # a trainer that starts with "dummy" weights
         for mixer in self.mixers.values():
             mixer.check_weights()
-        joined = {f"model.{path}.joined_layers": mixer.joined_layers for path, mixer in self.mixers.items()}
+        joined = {path: module for path, module in self.named_modules() if isinstance(module, JoinedLayers)}
         # their parameters have other names than those of the checkpoint
-        return loaded | {f"{path}.{leaf}" for path, module in joined.items() if module for leaf in module._parameters}
+        return loaded | {f"{path}.{leaf}" for path, module in joined.items() for leaf in module._parameters}
 
 
 # the protocols come last: each brings an `__init__` of its own

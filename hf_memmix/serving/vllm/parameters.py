@@ -35,8 +35,11 @@ def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: to
         styles = dict.fromkeys(plan.columns, "colwise") | dict.fromkeys(plan.rows, "rowwise")
         cuts, all_cuts = plan.parameters, plan.cuts(module)
         divide(module, plan, average=lambda x: tensor_model_parallel_all_reduce(x) / ranks)
-    if isinstance(module, MemoryMixer):
-        join_layers(module, all_cuts, rank, ranks, dtype, device)
+    for path, part in list(module.named_modules()):
+        if isinstance(part, MemoryMixer):  # the module itself, or the two mixers of a layer with a window
+            inside = f"{path}." if path else ""
+            cuts_inside = {k.removeprefix(inside): cut for k, cut in all_cuts.items() if k.startswith(inside)}
+            join_layers(part, cuts_inside, rank, ranks, dtype, device)
     for path, layer in list(module.named_modules()):
         # a linear layer that is cut in another way than by rows or columns is loaded as any other parameter
         if isinstance(layer, nn.Linear) and f"{path}.weight" not in cuts:

@@ -12,6 +12,9 @@ from tiny_teachers import MIXTURES, MOE
 BLOCK = 128  # tokens per block of the cache, so large that its page holds the states of every model here
 LONGEST = 1024
 PREFIX = 2 * BLOCK + 30  # crosses two boundaries of blocks
+# the engine that has room for everything, and one that keeps prefixes
+ROOMY = {}
+CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4, "block_size": BLOCK}
 
 # the sizes of testing.py with heads of 32, the smallest that vLLM's attention on a CPU takes
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}

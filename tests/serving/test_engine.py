@@ -13,20 +13,17 @@ from greedy import (
     tokens_of,
 )
 from safetensors.torch import load_file
-from serving_cases import BLOCK, HYBRIDS, LOW, LOW_PURE, PREFIX, PURE
+from serving_cases import BLOCK, CACHING, HYBRIDS, LOW, LOW_PURE, PREFIX, PURE, ROOMY
 
 from hf_memmix.mixers.pages import write_pages
 from hf_memmix.serving.vllm.joined import JoinedLayers
 from testing import BESIDE
 
-# the engine that has room for everything; one that cuts prompts into pieces of 48 tokens and has few blocks; one that
-# keeps prefixes
-ROOMY = {}
+# the engine that cuts prompts into pieces of 48 tokens and has few blocks
 NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": BLOCK, "max_model_len": 4 * BLOCK}
 NARROW |= {"num_gpu_blocks_override": 24}
 if torch.cuda.is_available():  # this engine decodes in full CUDA graphs, the others run without
     NARROW |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4, "block_size": BLOCK}
 ALL = [*HYBRIDS, *PURE]
 # logits in bf16, and how many times the errors of transformers' logits in bf16 their errors may be. The mixers alone
 # have 1.0 times these errors, and 1.5 times or more if states are wrong by 5 percent. vLLM's attention rounds more

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from greedy import ask, assert_greedy, references_of, tokens_of
-from test_engine import CACHING, ROOMY
+from serving_cases import CACHING, ROOMY
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 from greedy import ask, assert_greedy, references_of, refused, tokens_of
-from serving_cases import BLOCK, PREFIX
-from test_engine import CACHING
+from serving_cases import BLOCK, CACHING, PREFIX
 
 from hf_memmix.serving.state_store import KEYS, STATES, SUFFIX, StateStore
 

@@ -33,15 +33,12 @@ from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training import student_teacher
 from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.experiments.budget.measure_training import SIZES, TINY, materialise, prepared
+from hf_memmix.training.experiments.budget.measure_training import SIZES, materialise, prepared
 from hf_memmix.training.losses import forward_kl
 from hf_memmix.training.planning.memory import Settings
 from hf_memmix.training.train import train
 from hf_memmix_kernels.rowwise import forward_kl_, naive_forward_kl
 
-SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-SMALL |= {"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True}
-SHAPES = {"135M": SMALL, "1.2B": SIZES["1.2B"], "tiny": TINY}
 ROW_SECONDS = 60
 EIGHT = [3, 7, 11, 15, 19, 23, 27, 29]
 CUDA = torch.cuda.is_available()
@@ -49,7 +46,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
 def models(size: str, keep, options: dict):
-    fields = SHAPES[size]
+    fields = SIZES[size]
     keep = [layer for layer in keep if layer < fields["num_hidden_layers"]]
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=torch.bfloat16)
@@ -134,7 +131,7 @@ class Step:
         teacher, student = models(size, keep, options or {})
         self.pair, self.optimizer = prepared(teacher, student, self.settings, CUDA)
         self.trained = [parameter for parameter in self.pair.parameters() if parameter.requires_grad]
-        vocabulary = SHAPES[size]["vocab_size"]
+        vocabulary = SIZES[size]["vocab_size"]
         self.tokens = torch.randint(3, vocabulary, (8, rows, length), device=DEVICE)
         self.count = 0
 
@@ -297,7 +294,7 @@ class Clock(TrainerCallback):
 
 def through_trainer(stage: str, size: str, graph, steps: int = 40 if CUDA else 12, rows: int = 16, length: int = 1024):
     teacher, student = models(size, (), {})
-    vocabulary, clock = SHAPES[size]["vocab_size"], Clock()
+    vocabulary, clock = SIZES[size]["vocab_size"], Clock()
     data = TokenBlocks(torch.randint(3, vocabulary, (rows * length * steps,)), length)
     with tempfile.TemporaryDirectory() as folder:
         result = train(

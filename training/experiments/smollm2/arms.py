@@ -143,6 +143,7 @@ def train(student, stage: str, steps: int, seed: int, args) -> tuple[dict, Clock
     clock = Clock(args)
     data = TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
     sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
+    sizes["cuda_graph"] = "auto"
     with tempfile.TemporaryDirectory() as folder:
         result = STAGES[stage](
             student,

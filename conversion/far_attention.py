@@ -47,7 +47,7 @@ def shares_from_outside(attention: nn.Module, args: tuple, kwargs: dict, window:
 
 def check_far(attention: nn.Module) -> None:
     """Raise UserError if the attention of a transformer has no masks."""
-    found = attention_implementation(getattr(attention, "config", None))
+    found = attention_implementation(attention.config) if hasattr(attention, "config") else ""
     if found not in WITH_MASKS:
         raise UserError(
             f"far_weight reads the masks of the teacher's attention, which {found!r} does not have; load the teacher"

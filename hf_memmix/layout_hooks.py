@@ -111,4 +111,4 @@ def sequences_are_separate(mask: Tensor, boundaries: Tensor) -> bool:
 def _packs_by_itself(layer: nn.Module) -> bool:
     """Flash attention has no mask: it reads `cu_seq_lens_q` or the positions, which every family passes to it."""
     configs = (getattr(module, "config", None) for module in layer.modules())
-    return any("flash" in attention_implementation(config) for config in configs)
+    return any("flash" in attention_implementation(config) for config in configs if config is not None)

@@ -100,7 +100,7 @@ class Recipe:
     chunk_tokens: int = 2048
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
-    cuda_graph: str | bool = False
+    cuda_graph: str | bool = "auto"
     pack: bool = False
     bos: str = "rows"
     loss: str = "all"

@@ -87,8 +87,10 @@ class StepGraph:
         self.gradients = self.result = None  # their memory is needed
         try:
             self._graph = self._recorder.record(self._both_passes)
+            # the recording keeps the memory of both passes; autograd's copies of the gradients come on top
+            _copies(self.gradients, 1.0)
         except RuntimeError as error:
-            self._failed, self._aliases = True, {}
+            self._failed, self._aliases, self._graph = True, {}, None
             self.gradients = self.result = None
             self._tell(f"steps run without a CUDA graph: {str(error).strip().splitlines()[0]}")
             logger.debug("recording a step", exc_info=error)
@@ -141,6 +143,10 @@ class _Computed(torch.autograd.Function):
     def backward(ctx, upstream: Tensor):
         if ctx.count != ctx.step.steps:
             raise RuntimeError("the gradients of this step were overwritten by the next one; take them before it")
-        found = ctx.step.gradients
-        scaled = iter(torch._foreach_mul([gradient for gradient in found if gradient is not None], upstream))
-        return None, *(None if gradient is None else next(scaled) for gradient in found)
+        return None, *_copies(ctx.step.gradients, upstream)
+
+
+def _copies(gradients: tuple[Tensor | None, ...], factor: Tensor | float) -> Iterator[Tensor | None]:
+    """The gradients times a factor."""
+    scaled = iter(torch._foreach_mul([gradient for gradient in gradients if gradient is not None], factor))
+    return (None if gradient is None else next(scaled) for gradient in gradients)

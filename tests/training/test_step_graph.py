@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.errors import UserError
+from hf_memmix.training import step_graph
 from hf_memmix.training.capture import Recorder
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.step_graph import EAGER_STEPS, StepGraph, obstacle
@@ -102,14 +103,26 @@ def test_gradients_that_the_next_step_overwrote_are_refused(step):
         losses[-2].backward()
 
 
-def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog):
+@pytest.mark.parametrize("late", [False, True], ids=["recording", "copies"])
+def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog, monkeypatch, late):
+    """Also if the graph is recorded, but there is no memory left for copies of its gradients."""
     graph, recorder, module = step
-    recorder.error = RuntimeError("operation not permitted when stream is capturing")
+    error, copies = RuntimeError("operation not permitted when stream is capturing"), step_graph._copies
+
+    def no_room_beside_the_graph(gradients, factor):
+        if graph.recorded and graph.steps == EAGER_STEPS + 1:
+            raise error
+        return copies(gradients, factor)
+
+    if late:
+        monkeypatch.setattr(step_graph, "_copies", no_room_beside_the_graph)
+    else:
+        recorder.error = error
     for _ in range(EAGER_STEPS + 2):
         graph({"x": torch.ones(1)}).backward()
         assert module.weight.grad.item() == 4
         module.weight.grad = None
-    assert caplog.text.count("operation not permitted") == 1 and not graph.recorded
+    assert caplog.text.count("operation not permitted") == 1 and not graph.recorded and not recorder.replays
 
 
 @pytest.mark.parametrize(
@@ -125,8 +138,8 @@ def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog):
 def test_runs_whose_steps_differ_are_not_recorded(fields, reason):
     found = obstacle(Recipe(**fields), GPU)
     assert found is None if reason is None else reason in found
-    assert record_steps(Recipe(**fields, cuda_graph="auto"), GPU) == (reason is None)
-    assert not record_steps(Recipe(**fields), GPU)
+    assert record_steps(Recipe(**fields), GPU) == (reason is None)
+    assert not record_steps(Recipe(**fields, cuda_graph=False), GPU)
     with pytest.raises(UserError, match="cuda_graph is true"):
         record_steps(Recipe(**fields, cuda_graph=True), torch.device("cpu"))
 

@@ -357,6 +357,10 @@ def test_speed_scales_with_parameters_mixers_and_gpus(monkeypatch):
     assert speed.speed_of("full", 2e9, {"gka": 1, "ska": 1}, True, 2048).tokens_s == pytest.approx(400 / 0.75)
     assert speed.speed_of("full", 8e9, {"gka": 2}, False, 2048).tokens_s == pytest.approx(90 * 4 / 3)
     assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048, gpus=4).tokens_s == pytest.approx(4000 * 0.81)
+    rows.append(rows[0] | {"run": "d", "tokens_s": 1800, "graph": True})  # one GPU, without checkpointing
+    assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048).measured_run == "d"
+    assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048, gpus=2).measured_run == "a"
+    assert speed.speed_of("full", 1e9, {"gka": 2}, True, 2048).measured_run == "b"
     rows.append(rows[0] | {"kind": "align --stream"})
     for more, share in (({}, 0.9), ({"two_gpus_stream": 0.95}, 0.95)):
         data.update(more)
@@ -387,7 +391,7 @@ def test_plan_prints_every_stage_and_the_measured_runs(folder):
     record = result_of(memmix(*given, "--json"))
     assert [row["stage"] for row in record["stages"]] == [name for name, _, _ in STAGES]
     assert record["tokens"] == 50_000_000 and all(row["fits"] for row in record["stages"])
-    assert record["convert"]["peak_memory"] > 0 and len(record["measured"]) == len(speed.measured()["rows"])
+    assert record["convert"]["peak_memory"] > 0 and record["measured"] == measured_beside()
     run = memmix(*given)
     assert run.exit_code == 0 and all(name in run.stdout for name, _, _ in STAGES)
     assert "  distill, QLoRA: batch_size: 8, block_size: 2048, teacher: lora" in run.stdout

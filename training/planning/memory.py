@@ -53,6 +53,7 @@ class Settings:
         teacher: "copy", "lora" or "cache", as in a recipe.
         lora_mixers, quantize, lora_rank, chunk_tokens: as in a recipe.
         gpus: number of GPUs; `sharded`: FSDP2 divides weights, gradients and optimizer among them.
+        logit_bytes: what the loss holds for one token and one word of the vocabulary.
     """
 
     stage: str
@@ -67,6 +68,7 @@ class Settings:
     chunk_tokens: int = 2048
     gpus: int = 1
     sharded: bool = False
+    logit_bytes: int = LOGIT_BYTES
 
     @property
     def tokens(self) -> int:
@@ -232,5 +234,5 @@ def _stream(s: Shapes, run: Settings) -> float:
 
 def _logits(s: Shapes, run: Settings) -> float:
     """The largest the loss holds for one chunk of tokens."""
-    per = TOP_K_BYTES if run.teacher == "cache" else LOGIT_BYTES
+    per = TOP_K_BYTES if run.teacher == "cache" else run.logit_bytes
     return per * min(run.chunk_tokens, run.tokens) * s.vocabulary

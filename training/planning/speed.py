@@ -4,6 +4,7 @@
 measurements. The time per token of another model is that of the nearest measured size, times the ratio of
 the parameters; of another mixer, times the ratio of its measured training step to that of gka. A run with gradient
 checkpointing is compared with one that has it, if there is one, and otherwise takes a third more: one more forward.
+A run whose steps can be recorded as a CUDA graph is compared with a recorded one, if there is one of its size.
 Of several such runs, that with the nearest number of tokens in a forward counts: few tokens leave a GPU idle.
 """
 
@@ -50,9 +51,12 @@ def speed_of(
     if not rows:
         return None
 
-    def distance(row: dict) -> tuple[float, bool, float]:
+    recorded = gpus == 1 and not checkpointing
+
+    def distance(row: dict) -> tuple[float, bool, bool, float]:
         size = abs(math.log(row["parameters"] / parameters))
-        return size, row["checkpointing"] != checkpointing, abs(math.log(row["tokens"] / tokens))
+        unlike = row["checkpointing"] != checkpointing, row.get("graph", False) != recorded
+        return size, *unlike, abs(math.log(row["tokens"] / tokens))
 
     row = min(rows, key=distance)
     seconds = parameters / row["parameters"] / row["tokens_s"]

@@ -153,9 +153,10 @@ def _candidates(base: Settings, gpus: int):
 
 
 def measured_beside() -> list[dict]:
-    """The measured runs: name, measured and computed bytes at the peak, and the ratio of the second to the first."""
+    """The runs whose memory was measured: name, measured and computed bytes at the peak, and their ratio."""
     return [
         {"run": row["run"], "measured": row["bytes"], "computed": row["predicted_bytes"],
          "ratio": round(row["predicted_bytes"] / row["bytes"], 3)}
         for row in measured()["rows"]
+        if "bytes" in row
     ]  # fmt: skip

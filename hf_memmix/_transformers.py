@@ -249,7 +249,7 @@ def attention_implementation(config) -> str:
 
     "" if none is set.
     """
-    return config._attn_implementation or ""
+    return getattr(config, "_attn_implementation", None) or ""
 
 
 @contextmanager

@@ -54,6 +54,16 @@ def test_every_dtype(op, dtype, shape, monkeypatch, poisoned_empty):
     assert_close(got, want, lambda name: max(1e-6, RATIO_TO_TORCH * error(theirs[name], want[name])))
 
 
+@every_op
+def test_one_token(op):
+    """Triton compiles other code where a size is 1; ptxas miscompiled that of gated_delta's scans."""
+    shape, dtype, weights = Shape(2, 1, 4, 2, 128, 128), torch.bfloat16 if op.low_precision else torch.float32, []
+    inputs, state = op.draw(shape, dtype), op.draw_state(shape, shape.B, dtype)
+    want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    assert_close(got, want, lambda name: op.tolerance(dtype, grad=name.startswith("d ")))
+
+
 @pytest.mark.parametrize("chunk_size", [32, 64, 128])
 @pytest.mark.parametrize("D", [32, 64, 128])
 def test_gla_gradients_at_every_tile_size(D, chunk_size):

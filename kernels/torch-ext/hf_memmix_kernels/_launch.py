@@ -4,6 +4,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ._player import ALIGNED
+
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
     """The dtype in which a kernel sums for inputs of `dtype`: float64 for float64, else float32."""
@@ -32,6 +34,25 @@ def by_rows(x: Tensor) -> tuple[Tensor, int]:
         if tokens == 1:
             return x, row
     return x.contiguous(), width
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x with contiguous memory that begins at a multiple of `ALIGNED` bytes; a copy only where x differs.
+
+    Triton compiles other code for other addresses. This is for kernels of which ptxas miscompiles that code
+    (kernels/README.md, "Traps"). A tape may ask it, because the alignment of tensors is part of its form.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNED else x
+
+
+def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
+    """As `by_rows`, but with an aligned address, and a stride that is a multiple of 16 if a token's size is one."""
+    rows, stride = by_rows(x)
+    width = x[0, 0].numel()
+    if rows.data_ptr() % ALIGNED or (stride % 16 and not width % 16):
+        return aligned(x), width
+    return rows, stride
 
 
 def cdiv(a: int, b: int) -> int:

@@ -7,7 +7,7 @@ from .._chunks import chunk_table
 from .._common import num_sequences
 from .._device import device_of, dot_precision
 from .._groups import flat
-from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
+from .._launch import accumulator, aligned, aligned_rows, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
 from .arguments import FLOOR, Inputs, Token, Upstream
 from .kernels.backward import (
@@ -55,12 +55,14 @@ class _Launch:
             first, sequence, self.chunks = chunk_table(cu_seqlens, T, BT)
         self.layout = (cu_seqlens, first, sequence)
         self.N, self.H, self.K, self.V = N, H, K, V
-        self.sizes = (T, NT, N, H, K, V)
+        # no kernel is specialised for T, an argument of its own: of the scans of one token, which then have no loop,
+        # ptxas 12.8 takes descriptors from the wrong registers, and of those that read addresses that are not aligned
+        self.T, self.sizes = T, (NT, N, H, K, V)
         self.rows, self.dtype = (B, T, H), q.dtype
-        (self.q, s_q), (self.k, s_k), (self.v, s_v) = by_rows(q), by_rows(k), by_rows(v)
+        (self.q, s_q), (self.k, s_k), (self.v, s_v) = aligned_rows(q), aligned_rows(k), aligned_rows(v)
         self.s_q, self.s_k, self.s_v = s_q, s_k, s_v
         self.RQ, self.RK, self.RV = H // q.shape[2], H // k.shape[2], H // v.shape[2]
-        self.beta = beta.contiguous()
+        self.beta = aligned(beta)
         packed = cu_seqlens is not None
         self.layout_of = {"BT": BT, "PACKED": packed, "ACC": accumulator(q.dtype)}
         self.shared = {**self.layout_of, "PRECISION": "ieee" if wide else None}
@@ -68,7 +70,7 @@ class _Launch:
         self.BK, self.BV = _block(K, limit), _block(V, limit)
         self.exact, self.apply = ("ieee", "ieee") if wide else (dot_precision("tf32x3"), dot_precision("tf32"))
         self.memory = device_of(q).shared
-        self._prepare(log_decay.contiguous())
+        self._prepare(aligned(log_decay))
 
     def new(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Scratch memory [B, T, H, ...], in the dtype of the inputs."""
@@ -79,9 +81,9 @@ class _Launch:
         self.G = torch.empty_like(log_decay)
         width = log_decay[0, 0].numel()
         BW = min(64, next_power_of_2(width))
-        T, NT, N = self.sizes[:3]
+        NT, N = self.sizes[:2]
         gated_delta_cumsum_kernel[(self.chunks, cdiv(width, BW))](
-            log_decay, self.G, self.layout, T, NT, N, width,
+            log_decay, self.G, self.layout, self.T, NT, N, width,
             FLOOR=FLOOR[log_decay.dtype], BT=self.BT, BW=BW, PACKED=self.shared["PACKED"], num_warps=4,
         )  # fmt: skip
         self.A, self.B = self.new(self.BT, dtype=log_decay.dtype), self.new(self.BT)
@@ -89,12 +91,12 @@ class _Launch:
         options = {"RQ": self.RQ, "RK": self.RK, "BK": self.BK, "num_warps": 4, "num_stages": 2}
         if self.channels:
             gated_delta_pairs_of_channels_kernel[(self.chunks * (self.BT // BLOCK), self.H)](
-                inputs, outputs, self.layout, self.sizes, strides, BC=BLOCK, APPLY=self.apply, LIMIT=LIMIT,
+                inputs, outputs, self.layout, self.T, self.sizes, strides, BC=BLOCK, APPLY=self.apply, LIMIT=LIMIT,
                 **options, **self.layout_of,
             )  # fmt: skip
         else:
             gated_delta_pairs_kernel[(self.chunks, self.H)](
-                inputs, outputs, self.layout, self.sizes, strides, **options, **self.shared
+                inputs, outputs, self.layout, self.T, self.sizes, strides, **options, **self.shared
             )
 
     def solve(self, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,11 +105,11 @@ class _Launch:
         W, Y = self.new(self.K), self.new(self.V)
         read, write = (self.new(self.K), self.new(self.K)) if self.channels else (None, None)
         gated_delta_invert_kernel[(self.chunks, self.H)](
-            (self.beta, self.A), solution, self.layout, self.sizes[:4], BC=BLOCK, SOLVE=self.exact, num_warps=1,
-            num_stages=1, **self.layout_of,
+            (self.beta, self.A), solution, self.layout, self.T, self.sizes[:3], BC=BLOCK, SOLVE=self.exact,
+            num_warps=1, num_stages=1, **self.layout_of,
         )  # fmt: skip
         gated_delta_apply_kernel[(self.chunks, self.H)](
-            (self.q, self.k, self.v, self.G, solution), (W, Y, read, write), self.layout, scale, self.sizes,
+            (self.q, self.k, self.v, self.G, solution), (W, Y, read, write), self.layout, scale, self.T, self.sizes,
             (self.s_q, self.s_k, self.s_v), RQ=self.RQ, RK=self.RK, RV=self.RV, BK=self.BK, BV=self.BV,
             APPLY=self.apply, CHANNELS=self.channels, num_warps=4, num_stages=1, **self.layout_of,
         )  # fmt: skip
@@ -137,7 +139,7 @@ class _Launch:
         grid, options = self._scan_grid(2 * self.K, stages=3)
         k, stride, RK = self.write
         gated_delta_scan_kernel[grid](
-            (k, self.G, self.beta, W, Y), initial.contiguous(), (states, X, final), self.layout[:2], self.sizes,
+            (k, self.G, self.beta, W, Y), aligned(initial), (states, X, final), self.layout[:2], self.T, self.sizes,
             stride, RK=RK, **options,
         )  # fmt: skip
         return states, X, final
@@ -149,8 +151,8 @@ class _Launch:
         grid, options = self._scan_grid(3 * self.K + self.BT, stages=2)
         (q, s_q, RQ), (k, s_k, RK) = self.read, self.write
         gated_delta_scan_back_kernel[grid](
-            (do, dfinal.contiguous()), (q, k, self.G, self.beta, W, self.B), (dstates, dwrites, dinitial),
-            self.layout[:2], scale, self.sizes, (s_q, s_k), RQ=RQ, RK=RK, **options,
+            (do, aligned(dfinal)), (q, k, self.G, self.beta, W, self.B), (dstates, dwrites, dinitial),
+            self.layout[:2], scale, self.T, self.sizes, (s_q, s_k), RQ=RQ, RK=RK, **options,
         )  # fmt: skip
         return dstates, dwrites, dinitial
 
@@ -166,7 +168,7 @@ def gated_delta_fwd_triton(a: Inputs) -> tuple[Tensor, Tensor]:
     q, stride, RQ = launch.read
     BV, num_stages = (launch.BV, 1) if launch.wide else (_block(launch.V, 128), 2)
     gated_delta_output_kernel[(cdiv(launch.V, BV) * launch.chunks, launch.H)](
-        (q, launch.G, launch.beta), (states, X, launch.B), o, launch.layout, a.scale, launch.sizes, stride,
+        (q, launch.G, launch.beta), (states, X, launch.B), o, launch.layout, a.scale, launch.T, launch.sizes, stride,
         RQ=RQ, BK=launch.BK, BV=BV, CHANNELS=launch.channels, num_warps=4, num_stages=num_stages, **launch.shared,
     )  # fmt: skip
     return o, final
@@ -177,15 +179,15 @@ def gated_delta_fwd_triton(a: Inputs) -> tuple[Tensor, Tensor]:
 def gated_delta_bwd_triton(upstream: Upstream, a: Inputs) -> tuple[Tensor, ...]:
     """Returns dq, dk, dv, dlog_decay, dbeta and the gradient of the initial states."""
     q, k, v, log_decay, beta, initial_state, _, scale = a
-    do, launch = upstream.do.contiguous(), _Launch(a)
+    do, launch = aligned(upstream.do), _Launch(a)
     solution, W, Y = launch.solve(scale)
     states, X, _ = launch.scan(W, Y, initial_state)
     dstates, dwrites, dinitial = launch.scan_back(do, upstream.dfinal, W, scale)
     dX, dA, dB = Y, launch.new(launch.BT), launch.new(launch.BT)  # Y is not read any more
     dbeta = torch.empty_like(beta, memory_format=torch.contiguous_format)
     gated_delta_bwd_errors_kernel[(launch.chunks, launch.H)](
-        do, (launch.beta, launch.A, solution, X, dwrites), (dX, dA, dB, dbeta), launch.layout, scale, launch.sizes,
-        BV=launch.BV, APPLY=launch.apply, num_warps=4, num_stages=1, **launch.shared,
+        do, (launch.beta, launch.A, solution, X, dwrites), (dX, dA, dB, dbeta), launch.layout, scale, launch.T,
+        launch.sizes, BV=launch.BV, APPLY=launch.apply, num_warps=4, num_stages=1, **launch.shared,
     )  # fmt: skip
     # of every head; where heads share, in fp32 until they are summed
     dq = launch.new(launch.K, dtype=q.dtype if launch.RQ == 1 else log_decay.dtype)
@@ -193,7 +195,7 @@ def gated_delta_bwd_triton(upstream: Upstream, a: Inputs) -> tuple[Tensor, ...]:
     # ptxas 12.8 takes descriptors from the wrong registers with 4 warps, or fewer channels, if decays are per head
     BK = launch.BK if launch.wide else 32 if launch.channels else 64 if launch.K <= 64 else 128
     blocks = cdiv(launch.K, BK)
-    args = {"layout": launch.layout, "scale": scale, "strides": (launch.s_q, launch.s_k)}
+    args = {"layout": launch.layout, "scale": scale, "T": launch.T, "strides": (launch.s_q, launch.s_k)}
     args |= {"RQ": launch.RQ, "RK": launch.RK, "BK": BK, "BV": launch.BV, **launch.shared}
     args |= {"num_warps": 4 if launch.channels else 8, "num_stages": 1}
     inputs, chunks = (launch.q, launch.k, launch.G, launch.beta), (X, dX, states, dstates)

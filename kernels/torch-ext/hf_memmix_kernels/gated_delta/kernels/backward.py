@@ -18,16 +18,16 @@ from .tiles import load_decays, load_end
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_bwd_errors_kernel(
-    do, inputs, grads, layout, scale, sizes,
+    do, inputs, grads, layout, scale, T, sizes,
     BT: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, APPLY: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """dX, dA, dB and dbeta of one chunk and one head."""
     beta, A, solution, X, dwrites = inputs
     dX, dA, dB, dbeta = grads
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     i_c, i_h = tl.program_id(0), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
@@ -101,9 +101,9 @@ def chunk_grads(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_bwd_keys_kernel(
-    do, inputs, pairs, chunks, grads, layout, scale, sizes, strides,
+    do, inputs, pairs, chunks, grads, layout, scale, T, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def gated_delta_bwd_keys_kernel(
     A, B, dA, dB = pairs
     X, dX, states, dstates = chunks
     dq, dk, dg = grads
-    T, NT, N, H, K, V, rows = sizes
+    NT, N, H, K, V, rows = sizes
     s_q, s_k = strides
     i_k, i_c, i_h = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
@@ -154,9 +154,9 @@ def gated_delta_bwd_keys_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_bwd_keys_of_channels_kernel(
-    do, inputs, pairs, chunks, grads, layout, scale, sizes, strides,
+    do, inputs, pairs, chunks, grads, layout, scale, T, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, LIMIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def gated_delta_bwd_keys_of_channels_kernel(
     dA, dB = pairs
     X, dX, states, dstates = chunks
     dq, dk, dg = grads
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     s_q, s_k = strides
     i_k, i_c, i_h = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)

@@ -16,7 +16,7 @@ from ...gla.kernels.tiles import locate_chunk
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_cumsum_kernel(
     g, G, layout, T, NT, N, width, FLOOR: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, PACKED: tl.constexpr
 ):
@@ -33,16 +33,16 @@ def gated_delta_cumsum_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_pairs_kernel(
-    inputs, outputs, layout, sizes, strides,
+    inputs, outputs, layout, T, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """A and B of one chunk and one head, with one decay per head."""
     q, k, G = inputs
     A, B = outputs
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     s_q, s_k = strides
     i_c, i_h = tl.program_id(0), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
@@ -68,16 +68,16 @@ def gated_delta_pairs_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_pairs_of_channels_kernel(
-    inputs, outputs, layout, sizes, strides,
+    inputs, outputs, layout, T, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
     APPLY: tl.constexpr, LIMIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """BC rows of A and B of one chunk and one head, with one decay per channel."""
     q, k, G = inputs
     A, B = outputs
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     s_q, s_k = strides
     i_b, i_c, i_h = tl.program_id(0) % (BT // BC), tl.program_id(0) // (BT // BC), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)

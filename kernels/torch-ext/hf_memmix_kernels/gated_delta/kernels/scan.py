@@ -17,9 +17,9 @@ from .tiles import load_end
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_scan_kernel(
-    inputs, initial, outputs, layout, sizes, stride,
+    inputs, initial, outputs, layout, T, sizes, stride,
     RK: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,7 @@ def gated_delta_scan_kernel(
     k, G, beta, W, Y = inputs
     states, X, final = outputs
     cu_seqlens, first = layout
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     i_v, i_nh = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     i_n, i_h = i_nh // H, i_nh % H
     bos, length = locate_sequence(i_n, cu_seqlens, T, PACKED)
@@ -60,9 +60,9 @@ def gated_delta_scan_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_scan_back_kernel(
-    upstream, inputs, outputs, layout, scale, sizes, strides,
+    upstream, inputs, outputs, layout, scale, T, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def gated_delta_scan_back_kernel(
     q, k, G, beta, W, B = inputs
     dstates, dwrites, dinitial = outputs
     cu_seqlens, first = layout
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     s_q, s_k = strides
     i_v, i_nh = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     i_n, i_h = i_nh // H, i_nh % H
@@ -113,16 +113,16 @@ def gated_delta_scan_back_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_output_kernel(
-    inputs, chunks, o, layout, scale, sizes, stride,
+    inputs, chunks, o, layout, scale, T, sizes, stride,
     RQ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """o = (decayed q) S + scale B (beta X); with one decay per head, e^G scales rows of the product."""
     q, G, beta = inputs
     states, X, B = chunks
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     i_v, i_c, i_h = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:

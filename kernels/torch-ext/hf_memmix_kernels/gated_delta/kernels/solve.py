@@ -48,14 +48,14 @@ def put(solution, b_T, bos, length, i_h, H, row, col, BT: tl.constexpr, BC: tl.c
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_invert_kernel(
-    inputs, solution, layout, sizes,
+    inputs, solution, layout, T, sizes,
     BT: tl.constexpr, BC: tl.constexpr, ACC: tl.constexpr, SOLVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """T of one chunk of two or four blocks and one head; blocks above the diagonal are not written."""
     beta, A = inputs
-    T, NT, N, H = sizes
+    NT, N, H = sizes
     i_c, i_h = tl.program_id(0), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
@@ -91,16 +91,16 @@ def gated_delta_invert_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gated_delta_apply_kernel(
-    inputs, outputs, layout, scale, sizes, strides,
+    inputs, outputs, layout, scale, T, sizes, strides,
     RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ACC: tl.constexpr, APPLY: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """W and Y of one chunk and one head; with one decay per channel also scale e^G Q and e^(G_C - G) K."""
     q, k, v, G, solution = inputs
     W, Y, read, write = outputs
-    T, NT, N, H, K, V = sizes
+    NT, N, H, K, V = sizes
     s_q, s_k, s_v = strides
     i_c, i_h = tl.program_id(0), tl.program_id(1)
     bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)

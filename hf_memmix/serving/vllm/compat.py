@@ -1,7 +1,7 @@
-"""Where the interface differs between the versions of vLLM in `versions.py`, of which 0.26 and 0.32 were read and run.
+"""Where the interface differs between the versions of vLLM in `versions.py`; README.md says which of them were run.
 
 The Transformers backend makes one attention per layer. From a layer without attention it either makes one that nobody
-uses, which would get memory for its keys (0.26), or it refuses the model (0.32).
+uses, which would get memory for its keys (until 0.29), or it refuses the model (from 0.30).
 """
 
 from types import SimpleNamespace

@@ -107,6 +107,8 @@ def test_command_prints_and_starts(vllm_is_here, monkeypatch):
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
     result = memmix("serve", "--check", TINY, "--kv-cache-memory-bytes=1000000000")
     assert result.exit_code == 0 and "gka of" in result.output and not started, result.output
+    eager = memmix("serve", "--check", TINY, "--enforce-eager")
+    assert [serve.COMPILES in text for text in (result.stderr, eager.stderr)] == [True, False]
     record = json.loads(memmix("serve", "--json", TINY, "--kv-cache-memory-bytes=1000000000").stdout)
     assert record["fit"] and record["attention_layers"] == 1 and not started
     result = memmix("serve", TINY, "--port=8001", "--kv-cache-memory-bytes=1000000000")

@@ -14,6 +14,10 @@ from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.errors import UserError
 
 LENGTHS = (2048, 16384, 65536)
+COMPILES = (
+    "the first start on a CPU compiles the model, which takes minutes; vLLM keeps the result in ~/.cache/vllm."
+    " With --enforce-eager it does not compile"
+)
 OWN = ("--states", "--states-space")  # options after the model are those of vLLM
 # the module behind the command `vllm`, which may be missing from PATH
 VLLM = "vllm.entrypoints.cli.main"
@@ -71,6 +75,8 @@ def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, sh
         _print(record)
         chats = f"with the template of {template}" if template else "no: the tokenizer has no chat template"
         err.print(f"chats at /v1/chat/completions: {chats}", markup=False, highlight=False, soft_wrap=True)
+        if not (record["on_gpu"] or "--enforce-eager" in arguments):
+            err.print(COMPILES, markup=False, highlight=False, soft_wrap=True)
     given = any(argument.startswith("--chat-template") for argument in arguments)
     # a template in tokenizer_config.json is read by vLLM with the tokenizer, as are several templates
     several = (folder / "additional_chat_templates").is_dir()

@@ -66,8 +66,8 @@ def capacity(folder: Path, config: MemMixConfig, arguments: list[str], lengths: 
     Returns:
         `states` (per mixer: how many layers, bytes of one sequence in each), `state_bytes`, `bytes` (of one sequence
         by its length, at most the longest that the server takes), `free` (bytes for sequences, None if unknown),
-        `memory` (where that number comes from), `fit` (sequences by length, None if unknown), `blocks` (bytes that one
-        sequence takes in vLLM's blocks, by length). The last three are those of each device.
+        `memory` (where that number comes from), `on_gpu`, `fit` (sequences by length, None if unknown), `blocks`
+        (bytes that one sequence takes in vLLM's blocks, by length). `free`, `fit` and `blocks` are per device.
 
     Raises:
         UserError: an option is refused, or no sequence fits.
@@ -89,6 +89,7 @@ def capacity(folder: Path, config: MemMixConfig, arguments: list[str], lengths: 
         "bytes": {n: footprint.total(n) // ranks for n in sorted({min(n, longest) for n in lengths})},
         "free": free,
         "memory": source,
+        "on_gpu": torch.cuda.is_available(),
         "fit": fit and {length: int(count) for length, count in fit.items()},
         "blocks": fit and {length: int(free / count) for length, count in fit.items()},
     }

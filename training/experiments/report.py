@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.training.experiments.budget import report as budget
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.report import language_section
 from hf_memmix.training.experiments.echo import report as echo
@@ -46,6 +47,8 @@ TABLES = {
     "kept_layers": of_one(kept_layers.table),
     "long_starts": of_one(long_starts.table),
     "arms": of_one(arms.table),
+    "levers": of_one(budget.levers),
+    "last_digit": of_one(budget.last_digit),
 }
 PLOTS = {
     "gka_vision_throughput": gka_vision.plot_throughput,

@@ -3,9 +3,10 @@
     python training/experiments/budget/measure_levers.py --out training/experiments/budget/results/levers_h100.json
 
 Rows: the fused loss against float64; steps of a 135M shape (16 x 1024 tokens) with the loss as it was (checkpointed,
-in eager float32), with the fused loss, with a CUDA graph of the step, with compiled layers, and with all of them; the
-same run through the Trainer; and a 1.2B shape (4 x 2048 tokens). A profile names the kernels that take the time. A row
-that fails or takes too long is recorded with its error; the rest then runs in a new process.
+in eager float32), with the fused loss, with a CUDA graph of the step, with compiled layers, and with all of them; with
+kept layers, also with attention of plain matrix products (math); the same run through the Trainer; and a 1.2B shape
+(4 x 2048 tokens). A profile names the kernels that take the time. A row that fails or takes too long is recorded with
+its error; the rest then runs in a new process.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 
@@ -167,7 +169,8 @@ class Step:
         found |= {"host_ms": round((launched - begin) / timed * 1e3, 1), "untimed_s": round(begin - start, 1)}
         found["loss"] = loss.item()
         if CUDA:
-            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)  # without what a graph keeps
+            found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
             self.passes()
             begin = sync()
             self.update()
@@ -262,7 +265,8 @@ def levers(stage: str, size: str, modes: list[str], profiled: list[str], timed: 
         graph = CUDA and "graph" in mode
         if graph:
             step.pair.record_steps()
-        with old_loss("old" in mode):
+        attention = sdpa_kernel(SDPBackend.MATH) if "math" in mode else contextlib.nullcontext()
+        with old_loss("old" in mode), attention:
             found = step.times(5 if CUDA else 1, timed if CUDA else 1)
             if graph:
                 found["recorded"] = step.pair._graph.recorded
@@ -323,8 +327,8 @@ def plan(size: str):
     yield from levers("align", size, ["compile graph"], ["compile graph"], **small)
     yield from levers("distill", size, ["fused", "old"], [], timed=4, **small)
     yield from levers("align", size, ["old"], [], timed=4, **small)
-    for stage in ("distill", "align"):
-        yield from levers(stage, size, graph, [], keep=EIGHT, **small)
+    yield from levers("distill", size, [*graph, "math graph"], graph, keep=EIGHT, **small)
+    yield from levers("align", size, graph, [], keep=EIGHT, **small)
     for options in ({"mixer": "window"}, {"local_window": 64}):
         yield from levers("distill", size, graph, [], options=options, **small)
     if size == "135M":

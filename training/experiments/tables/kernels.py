@@ -4,7 +4,6 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.results import read
 
 MEASURED_ON = "sm_90"  # where the kernels also ran
-NEVER_RAN = ("gated_delta",)  # ops that were compiled, and run in the interpreter, but on no GPU yet
 DTYPES = ("bfloat16", "float32")
 EXAMPLES = {
     "sm_80": "A100",
@@ -48,6 +47,15 @@ OPS = [
     ("SKA, rank 32", {"op": "ska", "rank": 32}, (8, 4096, 12, 64), {"fwd": 0.25, "fwd+bwd": 1.0}),
     ("SKA, rank 64", {"op": "ska", "rank": 64}, (8, 4096, 12, 64), {"fwd": 0.7, "fwd+bwd": 3}),
 ]
+# of the gated delta rule: decays, tokens, passes, goals in ms, and what was predicted before the run
+DELTA = [
+    ("head", 8192, ("fwd", "fwd+bwd"), (0.6, 2.0), "0.70 to 0.80 / 2.3 to 2.6"),
+    ("head", 32768, ("fwd", "fwd+bwd"), (None, None), ""),
+    ("head", 1, ("decode_graph",), (None,), ""),
+    ("channel", 8192, ("fwd", "fwd+bwd"), (0.84, 2.8), "1.0 to 1.3 / 3.5 to 4.5"),
+    ("channel", 32768, ("fwd", "fwd+bwd"), (None, None), ""),
+    ("channel", 1, ("decode_graph",), (None,), ""),
+]
 FLA = {"op": "ssd", "by": "fla chunk_simple_gla, refusal lifted"}  # the goal of gla
 # phase, name and goal as a part of attention's time
 CPU = [
@@ -68,7 +76,7 @@ def _compiles(row: dict) -> bool:
 
 def _on_gpu(rows: list[dict], op: str, arch: str) -> str:
     """What an op does on a GPU, from its rows of all sizes, dtypes and versions of Triton."""
-    ran = arch == MEASURED_ON and op.split()[0] not in NEVER_RAN
+    ran = arch == MEASURED_ON
     verb = "runs" if ran else "compiles"
     if not rows:
         return "runs" if ran else "not tried"
@@ -177,6 +185,22 @@ def op_goals() -> str:
         lines.append([name, " x ".join(map(str, shape)), *map(_slashed, (goals.values(), measured, gpu)), met])
     head = ["op", "B x T x H x D", "goal", "ms", "GPU alone", "met"]
     note = "Forward / forward and backward, or a decode step. `h200.json`."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
+
+
+def delta_times() -> str:
+    """The gated delta rule on one GPU: goals, what was predicted before the run, and what it measured."""
+    rows, lines = read("h100"), []
+    for per, length, passes, goals, predicted in DELTA:
+        shape = (4, length, 8, 128) if length > 1 else (64, 1, 32, 128)
+        wanted = dict(zip("BTHD", shape, strict=True)) | {"decay_per": per}
+        found = {row["pass"]: row for row in rows if all(row[key] == value for key, value in wanted.items())}
+        measured, gpu = ([found[way].get(figure) for way in passes] for figure in ("ms", "kernel_ms"))
+        cells = map(_slashed, (goals, measured, gpu))
+        lines.append([f"one per {per}", " x ".join(map(str, shape)), predicted, *cells])
+    (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
+    head = ["decays", "B x T x H x D", "predicted", "goal", "ms", "GPU alone"]
+    note = f"ms of forward / forward and backward, or of a decode step. {gpu}, commit {commit}, one run. `h100.json`."
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
 
 

@@ -47,10 +47,15 @@ class StepGraph:
     The first steps already compute both passes as the recording does: on its stream, and with parameters of their own
     on the same memory. Autograd ties a parameter to the stream on which it was used first, for as long as any loss is
     alive; a recording must not touch the stream of such a loss.
+
+    Args:
+        accumulation: number of calls for a step of the optimizer. The first such step comes before the recording: the
+            optimizer's states then have their memory.
     """
 
-    def __init__(self, loss: Callable[..., Tensor], module: nn.Module, recorder: Recorder):
+    def __init__(self, loss: Callable[..., Tensor], module: nn.Module, recorder: Recorder, accumulation: int = 1):
         self._loss, self._module, self._recorder = loss, module, recorder
+        self._accumulation, self._eager_steps = accumulation, max(EAGER_STEPS, accumulation)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._aliases: dict[int, nn.Parameter] = {}
         self.steps, self._form, self._graph, self._failed, self._told = 0, None, None, False, set()
@@ -73,10 +78,10 @@ class StepGraph:
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor, non_blocking=True)
         self.steps += 1
-        if self.steps <= EAGER_STEPS:
+        if self.steps <= self._eager_steps:
             self._recorder.run(self._both_passes)
         else:
-            if self.steps == EAGER_STEPS + 1:
+            if self.steps == self._eager_steps + 1:
                 self._record()
             if self._graph is None:
                 return self._loss(**inputs)
@@ -87,12 +92,14 @@ class StepGraph:
         self.gradients = self.result = None  # their memory is needed
         try:
             self._graph = self._recorder.record(self._both_passes)
-            # the recording keeps the memory of both passes; autograd's copies of the gradients come on top
-            _copies(self.gradients, 1.0)
-        except RuntimeError as error:
+            # the graph keeps the memory of both passes; a parameter's gradient, and what is added to it, come on top
+            room = [_copies(self.gradients, 1.0) for _ in range(min(self._accumulation, 2))]
+            del room
+        except Exception as error:  # no fault of the loss itself, which has run
             self._failed, self._aliases, self._graph = True, {}, None
             self.gradients = self.result = None
-            self._tell(f"steps run without a CUDA graph: {str(error).strip().splitlines()[0]}")
+            first = next(iter(str(error).strip().splitlines()), "")
+            self._tell(f"steps run without a CUDA graph: {type(error).__name__} {first}")
             logger.debug("recording a step", exc_info=error)
             return
         logger.info("forward and backward pass of a step run as one CUDA graph")

@@ -63,10 +63,10 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         """The student's name of each tensor, by its name in this module."""
         raise NotImplementedError
 
-    def record_steps(self) -> None:
+    def record_steps(self, accumulation: int = 1) -> None:
         """From now on, run the steps as one CUDA graph, see `StepGraph`. No parameter may be frozen afterwards."""
         device = next(self.parameters()).device
-        self._graph = StepGraph(self._step, self, Recorder(device))
+        self._graph = StepGraph(self._step, self, Recorder(device), accumulation)
 
     def forget_steps(self) -> None:
         """Run without a graph again, and free its memory."""

@@ -145,7 +145,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
             for default in (ProgressCallback, PrinterCallback):
                 trainer.remove_callback(default)
         if record_steps(recipe, arguments.device):
-            pair.record_steps()
+            pair.record_steps(recipe.gradient_accumulation)
         seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
             sharded.unshard_student(pair)

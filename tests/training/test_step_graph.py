@@ -95,6 +95,16 @@ def test_other_shapes_and_evaluation_run_without_the_graph(step, caplog):
     assert recorder.replays == 1
 
 
+def test_the_optimizer_has_its_memory_before_the_recording():
+    module, recorder = Scaled(), Again()
+    graph = StepGraph(module.loss, module, recorder, accumulation=EAGER_STEPS + 2)
+    recorded = []
+    for _ in range(EAGER_STEPS + 4):
+        graph({"x": torch.ones(1)}).backward()
+        recorded.append(graph.recorded)
+    assert recorded.index(True) == EAGER_STEPS + 2 and module.weight.grad.item() == 4 * len(recorded)
+
+
 def test_gradients_that_the_next_step_overwrote_are_refused(step):
     graph, _, _ = step
     losses = [graph({"x": torch.ones(1)}) for _ in range(EAGER_STEPS + 2)]
@@ -103,11 +113,13 @@ def test_gradients_that_the_next_step_overwrote_are_refused(step):
         losses[-2].backward()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["recording", "copies"])
-def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog, monkeypatch, late):
+@pytest.mark.parametrize(
+    ("late", "error"), [(False, RuntimeError("not permitted")), (False, TypeError()), (True, MemoryError())], ids=repr
+)
+def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog, monkeypatch, late, error):
     """Also if the graph is recorded, but there is no memory left for copies of its gradients."""
     graph, recorder, module = step
-    error, copies = RuntimeError("operation not permitted when stream is capturing"), step_graph._copies
+    copies = step_graph._copies
 
     def no_room_beside_the_graph(gradients, factor):
         if graph.recorded and graph.steps == EAGER_STEPS + 1:
@@ -122,7 +134,7 @@ def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog, monkeypat
         graph({"x": torch.ones(1)}).backward()
         assert module.weight.grad.item() == 4
         module.weight.grad = None
-    assert caplog.text.count("operation not permitted") == 1 and not graph.recorded and not recorder.replays
+    assert caplog.text.count(f"{type(error).__name__} {error}") == 1 and not graph.recorded and not recorder.replays
 
 
 @pytest.mark.parametrize(

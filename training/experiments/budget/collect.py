@@ -50,7 +50,7 @@ def collect() -> dict:
         "mixers": {row["mixer"]: row["ms"] for row in steps if (row["B"], row["T"]) == TRAIN},
         "two_gpus": round(speeds[0] / speeds[1] / 2, 3),
         **streamed,
-        "gpu": f"{steps[0]['gpu']}, or on an H100 if its name says so",
+        "gpu": f"{steps[0]['gpu']} or H100",
     }
 
 

@@ -349,6 +349,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--seconds", type=float, default=190.0, help="begin no further row after so many seconds")
+    parser.add_argument("--only", default="", help="only the rows with this text in their name")
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)  # when, and after how many rows; of a process
     parser.add_argument("--after", type=int, default=0, help=argparse.SUPPRESS)  # that goes on
     args = parser.parse_args()
@@ -360,7 +361,7 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(args.out.read_text())["rows"] if args.after else []
     for count, (name, row) in enumerate(plan("tiny" if args.tiny else "135M")):
-        if count < args.after:
+        if count < args.after or args.only not in name:
             continue
         at = time.time() - begin
         if at > args.seconds:
@@ -386,7 +387,7 @@ def main():
         if "error" in found:  # nothing of it may reach the next row
             sys.stdout.flush()
             again = ["--out", str(args.out), "--seconds", str(args.seconds), *(["--tiny"] if args.tiny else [])]
-            again += ["--begun", str(begin), "--after", str(count + 1)]
+            again += ["--only", args.only, "--begun", str(begin), "--after", str(count + 1)]
             os.execv(sys.executable, [sys.executable, __file__, *again])
         row = None  # its models are not needed any more
         gc.collect()

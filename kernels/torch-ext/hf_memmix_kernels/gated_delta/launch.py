@@ -122,10 +122,12 @@ class _Launch:
     def _scan_grid(self, width: int, stages: int) -> tuple[tuple[int], dict]:
         """At most `stages`; `width`: the values that a step loads ahead, per token, besides its block of columns."""
         BK, BT, bytes_of = _block(self.K, 256), self.BT, self.q.element_size()
-        BV = _block(self.V, 32)
+        # rows of such sizes are not aligned, and ptxas 12.8 miscompiles what loads 32 columns of them
+        odd = self.q.element_size() == 2 and (self.K % 16 or self.V % 16)
+        BV = 64 if odd else _block(self.V, 32)
         # what a step loads, once per stage; the state and the errors are operands, too
         step, own = self.BT * (width + BV) * bytes_of, (2 * BK + BT) * BV * bytes_of
-        fitting = 1 if self.wide else max(1, (self.memory - own) // step)
+        fitting = 1 if self.wide or odd else max(1, (self.memory - own) // step)
         options = {"BK": BK, "BV": BV, "CHANNELS": self.channels, "num_warps": 4, "num_stages": min(stages, fitting)}
         return (cdiv(self.V, BV) * self.N * self.H,), options | self.shared
 

@@ -105,6 +105,7 @@ class Search:
         teacher: see `LayerRuns`.
         data: the text and the probes.
         window: tokens of the windows.
+        sinks: first tokens that the windows read as well.
         drop: backward in place of forward.
         weight: of the answers.
         batch_size: sequences of one forward.
@@ -122,6 +123,7 @@ class Search:
         data: SelectionData,
         *,
         window: int,
+        sinks: int = 0,
         drop: bool = False,
         weight: float = 1.0,
         batch_size: int = 8,
@@ -131,14 +133,14 @@ class Search:
     ):
         if not weight >= 0:
             raise UserError(f"the weight of the answers is {weight}; it must be at least 0")
-        self.runs, self.drop, self.weight = LayerRuns(teacher, window), drop, weight
+        self.runs, self.drop, self.weight = LayerRuns(teacher, window, sinks), drop, weight
         self.head, self.batches = logits_head(teacher), batches_of(data, batch_size)
         self.depth = len(self.runs.layers)
         self.tokens, self.tasks = data.blocks[:, 1:].numel(), list(data.samples)
         self.answers = {task: sum(len(s.answers) for s in drawn) for task, drawn in data.samples.items()}
         self.file = None if file is None else Path(file)
         where = {"dtype": str(teacher.dtype), "device": teacher.get_input_embeddings().weight.device.type}
-        own = {"window": window, "drop": drop, "weight": weight, "batch_size": batch_size} | where
+        own = {"window": window, "sinks": sinks, "drop": drop, "weight": weight, "batch_size": batch_size} | where
         self.identity = json.loads(json.dumps(own | (identity or {})))
         self.measured: list[list[dict]] = []  # of each step the sums of each candidate
         self.partial: list[list[dict]] = []  # of the step that is not finished: of each batch

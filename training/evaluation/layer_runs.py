@@ -26,21 +26,25 @@ class LayerRuns:
     Args:
         teacher: a causal LM without mixers, on one device or spread over several.
         window: number of last tokens that a query of a windowed layer reads, with its own.
+        sinks: number of first tokens that it reads as well.
 
     Raises:
-        ValueError: the window is smaller than 1, or the attention of the model does not take a mask.
+        ValueError: the window is smaller than 1, there are more sinks than it has tokens, or the attention of the
+            model does not take a mask.
     """
 
-    def __init__(self, teacher: nn.Module, window: int):
+    def __init__(self, teacher: nn.Module, window: int, sinks: int = 0):
         if window < 1:
             raise UserError(f"window is {window}; a token reads at least itself, give 1 or more")
+        if not 0 <= sinks <= window:
+            raise UserError(f"sinks are {sinks}; they can be 0 to the {window} tokens of the window")
         implementation = attention_implementation(teacher.config)
         if implementation not in MASKED:
             raise UserError(
                 f"the teacher's attention is {implementation!r}, which takes no mask for a window; load it with"
                 f" attn_implementation={MASKED[0]!r}"
             )
-        self.teacher, self.window = teacher, window
+        self.teacher, self.window, self.sinks = teacher, window, sinks
         self.layers = decoder_layers(teacher)
         self._windowed: Collection[int] = ()
         self._start, self._stop, self._hidden = 0, None, None
@@ -131,7 +135,7 @@ class LayerRuns:
             return mask
         places = torch.arange(length, device=hidden.device)
         distance = places[:, None] - places
-        seen = ((distance >= 0) & (distance < self.window))[None, None]
+        seen = ((distance >= 0) & ((distance < self.window) | (places < self.sinks)))[None, None]
         if mask is None:
             return seen
         mask = mask.to(hidden.device)

@@ -34,6 +34,8 @@ from hf_memmix.training.train import align, distill
 ARMS = {
     "window 384": ("window", {"window": 384}),
     "window 64": ("window", {"window": 64}),
+    "window 384, first token": ("window", {"window": 384, "sinks": 1}),
+    "window 64, first token": ("window", {"window": 64, "sinks": 1}),
     "gka": ("gka", {}),
     "gka + window 64": ("gka", {"local_window": 64}),
     "gated_delta": ("gated_delta", {}),
@@ -206,6 +208,7 @@ class Settings(Options):
     arms: Annotated[list[str], typer.Option(help="arms to compare; repeatable")] = FIRST
     kept: Annotated[int, typer.Option(help="layers that keep their attention")] = 8
     window: Annotated[int, typer.Option(help="tokens of the windows of the choice")] = 64
+    sinks: Annotated[int, typer.Option(help="first tokens that these windows read as well")] = 0
     seed: Annotated[int, typer.Option(help="seed of the order of the training text")] = 0
     budget: Annotated[float, typer.Option(help="seconds for all arms, over all calls")] = 540.0
     given_steps: Annotated[str, typer.Option(help="steps of align and distill in place of the plan: 100,200")] = ""

@@ -59,7 +59,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 def run(row: dict, args) -> dict:
     teacher = measuring.teacher_of(args.teacher)
     keep = RULES[row["rule"]](functools.partial(search_of, args), row["count"])
-    student = convert_model(teacher, "window", keep, window=args.window)
+    student = convert_model(teacher, "window", keep, window=args.window, sinks=args.sinks)
     return {"keep": keep, "student": figures_of(student, args)}
 
 
@@ -138,6 +138,7 @@ class Settings(Options):
     rules: Annotated[list[str], typer.Option(help="choices to compare; repeatable")] = tuple(RULES)
     counts: Annotated[list[int], typer.Option(help="numbers of kept layers; repeatable")] = (4, 6, 8, 10)
     window: Annotated[int, typer.Option(help="tokens of the windows")] = 64
+    sinks: Annotated[int, typer.Option(help="first tokens that the windows read as well")] = 0
     length: Annotated[int, typer.Option(help="tokens of a sequence of the choices")] = 1024
     lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (256, 512, 1024, 2048)
     tasks: Annotated[list[str], typer.Option(help="probes of the choices and the figures; repeatable")] = (

@@ -65,7 +65,9 @@ def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) ->
         weight=1.0,
     )
     size = max(1, BATCH_TOKENS // args.length)
-    return Search(teacher_of(args.teacher), data, window=args.window, drop=drop, batch_size=size, file=file)
+    return Search(
+        teacher_of(args.teacher), data, window=args.window, sinks=args.sinks, drop=drop, batch_size=size, file=file
+    )
 
 
 def recalled(model, args) -> list[dict]:

@@ -175,11 +175,13 @@ def test_a_greedy_choice_before_any_training(workspace):
     result = result_of(memmix(*select, "--json"))
     saved = json.loads(plan.read_text())
     assert saved | {"out": str(plan)} == result and [row["kept"] for row in saved["trace"]] == [0, 1]
-    assert saved["keep"] == [saved["trace"][1]["layer"]] and saved["stand_in"]["window"] == 8
+    assert saved["keep"] == [saved["trace"][1]["layer"]]
+    assert saved["stand_in"] == {"mixer": "window", "window": 8, "sinks": 1, "drop": False}
     assert sorted(p.name for p in plan.parent.iterdir()) == ["plan.json", "plan.png", "plan.search"]
     converted = result_of(memmix("convert", *teacher, "--plan", plan, "--out", workspace / "s", "--json"))
     assert converted["kept"] == saved["keep"]
-    assert json.loads((workspace / "s" / "config.json").read_text())["mixers"]["window"]["window"] == 8
+    own = json.loads((workspace / "s" / "config.json").read_text())["mixers"]["window"]
+    assert (own["window"], own["sinks"]) == (8, 1)  # the layer that was measured
     assert read_plan(plan)["trace"] == saved["trace"]  # of a card
 
     for written in (plan, plan.with_suffix(".png")):

@@ -252,10 +252,13 @@ def _greedy(plan: dict) -> str:
     """The layers in the order of their choice, each with the loss after it."""
     first, *steps = plan["trace"]
     losses = ", ".join(f"{row['layer']} ({row['loss']:.3f})" for row in steps)
-    change = "lost its attention" if plan["stand_in"].get("drop") else "got its attention back"
+    stand_in = plan["stand_in"]
+    change = "lost its attention" if stand_in.get("drop") else "got its attention back"
+    firsts = stand_in.get("sinks")
+    read = f"the last {stand_in['window']} tokens" + (f" and the first {firsts}" if firsts else "")
     return (
-        f"\nKept layers: chosen before training, with a window of {plan['stand_in']['window']} tokens in place of the"
-        f" mixers; one layer after the other {change}. Loss in nats: {first['loss']:.3f} before, then {losses}.\n"
+        f"\nKept layers: chosen before training, with attention to {read} in place of the mixers;"
+        f" one layer after the other {change}. Loss in nats: {first['loss']:.3f} before, then {losses}.\n"
     )
 
 

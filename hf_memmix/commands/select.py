@@ -22,7 +22,7 @@ from hf_memmix.commands.checks import (
 from hf_memmix.commands.common import Device, DeviceMap, Json, KeepCount, KeepLayers, Overwrite
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.measure import BatchSize, Seed, Text
-from hf_memmix.commands.select_greedy import SEARCH_ENDING, WINDOW, check_stand_in, option_of, select_greedy
+from hf_memmix.commands.select_greedy import SEARCH_ENDING, SINKS, WINDOW, check_stand_in, option_of, select_greedy
 from hf_memmix.commands.select_layers import PLOT_ENDING, select_layers
 from hf_memmix.commands.select_mixture import MIXERS_ENDING, select_mixture
 from hf_memmix.errors import UserError
@@ -68,6 +68,9 @@ class StandIn:
     window: Annotated[int | None, typer.Option(min=1, help="Tokens of these windows.", show_default=str(WINDOW))] = (
         None
     )
+    sinks: Annotated[
+        int | None, typer.Option(min=0, help="First tokens that these windows read as well.", show_default=str(SINKS))
+    ] = None
     drop: Annotated[
         bool, typer.Option("--drop", help="Begin with attention in all layers, and take it from one after the other.")
     ] = False
@@ -138,8 +141,8 @@ def select(args) -> None:
 
     With one mixer, the layers that cost most stay attention: a quarter of them, --keep-count of them, or those of
     --keep-layers. With --stand-in window they are chosen one after the other, from the teacher alone, whose other
-    layers read the last --window tokens only. With --mixers, every layer gets one of several mixers, under the budgets
-    that are given; without --keep-count or --keep-layers no layer stays attention.
+    layers read only the last --window tokens and the first --sinks tokens. With --mixers, every layer gets one of
+    several mixers, under the budgets that are given; without --keep-count or --keep-layers no layer stays attention.
 
     With --device-map auto, the teacher is spread over all devices, and a mixer is on one only while it computes. The
     candidates of a mixture must then be aligned already.

@@ -13,6 +13,7 @@ from hf_memmix.errors import UserError
 
 SEARCH_ENDING = ".search"  # of the file with the measurements, beside the plan
 WINDOW = 64  # tokens
+SINKS = 1  # first tokens: attention reads the first one where nothing else fits (training/experiments/smollm2)
 
 
 def option_of(name: str) -> str:
@@ -23,9 +24,12 @@ def option_of(name: str) -> str:
 def check_stand_in(args) -> None:
     """Raise UserError if an option belongs to another kind of `memmix select` than the one that is asked for."""
     if args.stand_in is None:
-        if args.window is not None or args.drop:
-            given = "--drop" if args.window is None else f"--window {args.window}"
-            raise UserError(f"{given} belongs to a choice with stand-ins; add --stand-in window, or leave it out")
+        values = {"--window": args.window, "--sinks": args.sinks}
+        given = [f"{option} {value}" for option, value in values.items() if value is not None]
+        if given or args.drop:
+            raise UserError(
+                f"{[*given, '--drop'][0]} belongs to a choice with stand-ins; add --stand-in window, or leave it out"
+            )
         return
     if args.stand_in != "window":
         raise UserError(f"--stand-in is {args.stand_in!r}; it can be window")
@@ -61,6 +65,7 @@ def select_greedy(args) -> None:
     kind = "gka" if args.mixer is None else args.mixer
     start_of(kind)
     window = WINDOW if args.window is None else args.window
+    windows = {"window": window, "sinks": SINKS if args.sinks is None else args.sinks}
     file = args.out_file.with_suffix(SEARCH_ENDING)
     with run_lock(file):
         tokenizer = tokenizer_of(args.folder)
@@ -76,7 +81,7 @@ def select_greedy(args) -> None:
         search = Search(
             teacher,
             data,
-            window=window,
+            **windows,
             drop=args.drop,
             weight=args.weight,
             batch_size=args.batch_size,
@@ -94,14 +99,14 @@ def select_greedy(args) -> None:
         "mixer": kind,
         "keep": found["keep"],
         "num_layers": layers,
-        "stand_in": {"mixer": args.stand_in, "window": window, "drop": args.drop},
+        "stand_in": {"mixer": args.stand_in, "drop": args.drop, **windows},
         **data.record,
         "environment": environment_of({"teacher": teacher}),
         "teacher": found["teacher"],
         "trace": found["trace"],
     }
     if kind == args.stand_in:
-        plan["mixers"] = {kind: {"window": window}}  # the layer that was measured
+        plan["mixers"] = {kind: windows}  # the layer that was measured
     write_plan(plan, args.out_file)
     plot_trace(plan, args.out_file.with_suffix(PLOT_ENDING))
     if args.as_json:

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from hf_memmix.training.experiments.common import harness
-from hf_memmix.training.experiments.smollm2 import arms
+from hf_memmix.training.experiments.smollm2 import arms, arms_report
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 ENVIRONMENT = {"hardware": "a CPU", "commit": "abc"}
@@ -25,7 +25,7 @@ def args(tmp_path_factory):
     for split in ("dev", "heldout"):
         (folder / f"{split}.txt").write_text(text)
     sizes = {"batch_size": 1, "block_size": 16, "length": 96, "lengths": [96], "samples": 1, "measured_tokens": 64}
-    choice = {"choice_samples": 1, "choice_tokens": 96, "window": 4, "kept": 1, "seed": 0}
+    choice = {"choice_samples": 1, "choice_tokens": 96, "window": 4, "sinks": 1, "kept": 1, "seed": 0}
     free = {"free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
     asked = {"arms": ["window 64", "gka"], "given_steps": "", "budget": 40.0, "deadline": float("inf")}
     return SimpleNamespace(
@@ -74,5 +74,5 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
     teacher, arm = rows
     assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 13 * 16 and arm["heldout_kl"] > 0
     assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_96_choice"]
-    results = {"rows": rows, "settings": {"lengths": [96]}, "environment": ENVIRONMENT}
-    assert f"| gka | {arm['heldout_ppl_ratio']:.3f} |" in arms.table(results)
+    results = {"rows": rows, "settings": {"lengths": [96], "window": args.window}, "environment": ENVIRONMENT}
+    assert f"| gka | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)

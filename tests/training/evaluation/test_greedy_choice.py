@@ -33,17 +33,18 @@ def search_of(teacher, data, **options):
     return Search(teacher, data, **{"window": WINDOW, "weight": 0.5, "batch_size": 2} | options)
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
 @every_third("family", sorted(FAMILIES))
-def test_a_run_from_a_layer_on_is_that_of_the_whole_model(family):
+def test_a_run_from_a_layer_on_is_that_of_the_whole_model(family, sinks):
     teacher, windowed = tiny_teacher(family, layers=LAYERS), [0, 1, 3]
     ids = torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(0))
-    student = convert_model(teacher, "window", keep=[2], window=WINDOW)
+    student = convert_model(teacher, "window", keep=[2], window=WINDOW, sinks=sinks)
 
     def alone(model):
         with torch.no_grad():
             return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
-    before, runs, hidden = alone(teacher), LayerRuns(teacher, WINDOW), None
+    before, runs, hidden = alone(teacher), LayerRuns(teacher, WINDOW, sinks), None
     with runs.routed():
         whole = runs.last_hidden(ids, windowed)
         torch.testing.assert_close(whole, alone(student), rtol=1e-4, atol=1e-4)
@@ -118,6 +119,7 @@ def test_a_file_of_another_search_is_refused(teacher, data, tmp_path):
     search_of(teacher, data, **options).run(1)
     for other, name in (
         ({"window": 6}, "window"),
+        ({"sinks": 1}, "sinks"),
         ({"drop": True}, "drop"),
         ({"identity": {"teacher": "b"}}, "teacher"),
     ):
@@ -152,7 +154,11 @@ def test_mistakes(teacher, data):
     for count in (0, LAYERS):
         with pytest.raises(ValueError, match=f"count is {count}"):
             search_of(teacher, data).run(count)
-    for options, message in (({"window": 0}, "window is 0"), ({"weight": -1.0}, "weight of the answers is -1")):
+    for options, message in (
+        ({"window": 0}, "window is 0"),
+        ({"sinks": 6}, "sinks are 6"),
+        ({"weight": -1.0}, "weight of the answers is -1"),
+    ):
         with pytest.raises(ValueError, match=message):
             search_of(teacher, data, **options)
     broken = tiny_teacher(layers=2)

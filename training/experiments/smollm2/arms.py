@@ -24,7 +24,6 @@ from hf_memmix.conversion.hashes import teacher_hash
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common.harness import Experiment, check_time, matches
 from hf_memmix.training.experiments.common.options import Options, check_names
-from hf_memmix.training.experiments.common.report import rows_table
 from hf_memmix.training.experiments.smollm2 import measuring
 from hf_memmix.training.text_files import text_record
 from hf_memmix.training.train import align, distill
@@ -187,18 +186,6 @@ def trained_and_measured(row: dict, args):
     began = time.time()
     figures = measuring.measured_of(args).of(student)
     yield figures | {"finite": True, "measuring_seconds": round(time.time() - began, 1)}
-
-
-def table(results: dict) -> str:
-    """The quality of every arm, its size, then what it recalls by length: choice and exact."""
-    texts = [f"{text}_{name}" for text in measuring.TEXTS for name in ("ppl_ratio:3", "kl:3", "top1_agreement:1:100")]
-    found = [rows_table(results, "arm", *texts, "generated_answers:0:100", "same_texts:0:100")]
-    found.append(rows_table(results, "arm", "state_bytes:0", "tokens:0", "align:0", "distill:0"))
-    for task in measuring.PROBES:
-        for measure in ("choice", "exact"):
-            lengths = results["settings"]["lengths"]
-            found.append(rows_table(results, "arm", *(f"{task}_{length}_{measure}:0:100" for length in lengths)))
-    return "\n\n".join(found)
 
 
 class Settings(Options):

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,13 +261,39 @@ def test_states_on_disk(tmp_path):
     assert not list(store.folder.glob("*.part"))
 
 
+FULL_DISK = """
+import resource, signal, sys, torch
+from pathlib import Path
+from hf_memmix.serving.state_store import StateStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    StateStore(Path(sys.argv[1]), 10**9).write("states", "x", 0, {"layer": torch.zeros(10_000)})
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    """And neither it nor a server that was killed leaves a part."""
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True)
+    assert "File too large" in done.stdout, done.stderr
+    old, new = tmp_path / "old.part", tmp_path / "new.part"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    StateStore(tmp_path, 10**9).make_room()
+    assert list(tmp_path.iterdir()) == [new]
+
+
 def test_states_belong_to_weights_and_options(tmp_path):
     weights = tmp_path / "model.safetensors"
-    save_file({"layer": torch.arange(10.0**5)}, weights)
     (tmp_path / "config.json").write_text("{}")
+    tensors = {"layer": torch.zeros(10**6), "gate": torch.zeros(2)}
+    save_file(tensors, weights)
     first = identity(tmp_path, ranks=1)
     assert first == identity(tmp_path, ranks=1) != identity(tmp_path, ranks=2)
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    save_file(tensors | {"gate": torch.ones(2)}, weights)
     second = identity(tmp_path, ranks=1)
     (tmp_path / "config.json").write_text("[]")
     assert len({first, second, identity(tmp_path, ranks=1)}) == 3

@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -22,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 STATES, KEYS = "states", "keys"
-SUFFIX = ".safetensors"
-_SAMPLES, _SAMPLE = 64, 4096  # of each file of weights
+SUFFIX, PART = ".safetensors", ".part"
+LONGEST_WRITE = 3600  # seconds; an older part belongs to no server
+_SAMPLE = 4096  # bytes: at the beginning, the middle and the end of each tensor of the weights
 
 
 class StateStore:
@@ -47,30 +50,47 @@ class StateStore:
         path = self._path(kind, name, rank)
         try:
             tensors = load_file(path)
-            os.utime(path)  # it was used now
         except SafetensorError:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             return None
         except OSError:
             return None
+        self.touch(kind, name, rank)
         return tensors
 
+    def touch(self, kind: str, name: str, rank: int):
+        """Note that a file was used now, unless it belongs to another user, or another server has just deleted it."""
+        with suppress(OSError):
+            os.utime(self._path(kind, name, rank))
+
     def write(self, kind: str, name: str, rank: int, tensors: dict[str, Tensor]) -> int:
-        """Write a file, and return its bytes; 0 if there is one already."""
+        """Write a file, and return its bytes; 0 if there is one already.
+
+        Raises:
+            OSError: it cannot be written, e.g. because the disk is full.
+        """
         path = self._path(kind, name, rank)
         if path.exists():
             return 0
-        handle, part = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        handle, part = tempfile.mkstemp(dir=self.folder, suffix=PART)
         os.close(handle)
         try:
             save_file(tensors, part)
+            size = os.stat(part).st_size
             os.replace(part, path)
+        except SafetensorError as error:  # in place of an OSError
+            raise OSError(str(error)) from error
         finally:
             Path(part).unlink(missing_ok=True)
-        return path.stat().st_size
+        return size
 
     def make_room(self):
-        """Delete the files that were not used for longest, until the others fit."""
+        """Delete the files that were not used for longest, until the others fit; and what killed servers left."""
+        for path in self.folder.glob(f"*{PART}"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - LONGEST_WRITE:
+                    path.unlink()
         found = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             try:
@@ -107,7 +127,8 @@ def prefix_names(tokens: Sequence[int], block: int, salt: str = "") -> Iterator[
 def identity(weights: Path, **what) -> str:
     """A name for the states of a model: it changes with the files in its folder `weights`, and with `what` is given.
 
-    Of each file of weights the size, the header and some samples count: reading all of it would take a start's time.
+    Of each tensor the name, the shape and some samples count: reading all of it would take a start's time, and samples
+    of whole files would not see that a training has changed one small tensor.
     """
     found = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode())
     config = weights / "config.json"
@@ -116,9 +137,15 @@ def identity(weights: Path, **what) -> str:
         size = path.stat().st_size
         found.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            found.update(file.read(header))
-            for i in range(_SAMPLES):
-                file.seek(i * max(size - _SAMPLE, 0) // (_SAMPLES - 1))
-                found.update(file.read(_SAMPLE))
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            found.update(header)
+            start = file.tell()
+            for name, tensor in sorted(json.loads(header).items()):
+                if name == "__metadata__":
+                    continue
+                first, end = tensor["data_offsets"]
+                last = max(first, end - _SAMPLE)
+                for place in sorted({first, (first + last) // 2, last}):
+                    file.seek(start + place)
+                    found.update(file.read(min(_SAMPLE, end - first)))
     return found.hexdigest()[:32]

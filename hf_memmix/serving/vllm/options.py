@@ -159,7 +159,7 @@ def options_of_states(weights: Path, folder: Path, most_bytes: int) -> list[str]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".write").touch()
-        (folder / ".write").unlink()
+        (folder / ".write").unlink(missing_ok=True)  # another server may start, too
     except OSError as error:
         raise UserError(f"--states {folder}: {error.strerror}; give a folder that can be written") from error
     given = {"folder": str(folder.absolute()), "bytes": most_bytes, "model": str(weights.absolute())}

@@ -164,7 +164,8 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         known, count = self.requests[name], end // self.block
         if end % self.block or not 0 < count <= len(known.names):
             return
-        if self.store.has(STATES, known.names[count - 1], self.ranks):
+        names = [(STATES, known.names[count - 1]), *((KEYS, name) for name in known.names[:count] if self.has_keys)]
+        if all(self.store.has(kind, name, self.ranks) for kind, name in names):
             return
         step.saves.append(Prefix(name, known.names[:count], [group[:count] for group in known.blocks]))
 
@@ -196,16 +197,19 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         """Everything is saved at the end of a step."""
 
     def wait_for_save(self):
-        """Write the prefixes that this step has completed. A full disk is told and does not end an answer."""
+        """Write the prefixes that this step has completed. A full disk is told and does not end an answer.
+
+        The first blocks, which most prefixes need, come last, so that they are deleted last.
+        """
         saves, written = self._get_connector_metadata().saves, 0
         try:
             for prefix in saves:
-                for i, name in enumerate(prefix.names if self.has_keys else ()):
-                    if not self.store.has(KEYS, name, self.ranks):
-                        written += self.store.write(KEYS, name, self.rank, self._contents(KEYS, prefix, i))
-                last = len(prefix.names) - 1
-                states = self._contents(STATES, prefix, last)
-                written += self.store.write(STATES, prefix.names[last], self.rank, states)
+                for kind, i in self._files(prefix):
+                    if self.store.has(kind, prefix.names[i], self.ranks):
+                        self.store.touch(kind, prefix.names[i], self.rank)
+                    else:
+                        contents = self._contents(kind, prefix, i)
+                        written += self.store.write(kind, prefix.names[i], self.rank, contents)
             if written:
                 self.store.make_room()
         except OSError as error:
@@ -219,15 +223,18 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
 
     def _load(self, prefix: Prefix) -> bool:
         """Fill the blocks of a prefix. False: a file is gone, and vLLM computes the tokens."""
-        last = len(prefix.names) - 1
-        wanted = [(KEYS, i) for i in range(last + 1) if self.has_keys] + [(STATES, last)]
-        for kind, i in wanted:
+        for kind, i in self._files(prefix):
             found = self.store.read(kind, prefix.names[i], self.rank)
             if found is None:
                 return False
             for name, (group, memory) in self.memory[kind].items():
                 memory[prefix.blocks[group][i]].copy_(found[name])
         return True
+
+    def _files(self, prefix: Prefix) -> list[tuple[str, int]]:
+        """The kinds and blocks of the files of a prefix, in the order in which they are used: from its end."""
+        last = len(prefix.names) - 1
+        return [(STATES, last), *((KEYS, i) for i in range(last, -1, -1) if self.has_keys)]
 
     def _contents(self, kind: str, prefix: Prefix, i: int) -> dict[str, Tensor]:
         """What the layers keep in the block `i` of a prefix, on the CPU."""

@@ -24,7 +24,7 @@ from hf_memmix.training.recipe import Recipe
 
 RUN_FILE = "memmix_run.json"
 FORMAT = 3  # 2: of run files without a hash of their own content
-# fields of a recipe that do not change what a run computes
+# fields of a recipe that do not change what a run computes, up to rounding
 RESUME_MAY_CHANGE = ("save_every", "chunk_tokens", "gradient_checkpointing", "cuda_graph")
 # arguments of the Trainer that do not change what a run computes
 TRAINER_MAY_CHANGE = (

@@ -23,12 +23,19 @@ logger = logging.getLogger(__name__)
 EAGER_STEPS = 3  # kernels are compiled and their launches are written down before the graph is recorded
 
 
-def obstacle(recipe: Recipe, device: torch.device) -> str | None:
-    """Why the steps of a run cannot be recorded; None if they can."""
+def obstacle(recipe: Recipe, device: torch.device, sharded: bool = False) -> str | None:
+    """Why the steps of a run cannot be recorded; None if they can.
+
+    `sharded` is true with FSDP2 and ZeRO-3, also of one process: they replace the parameters in every step.
+    """
     if device.type != "cuda":
         return f"it trains on {device}"
     reasons = {
         "several processes share a step": launch.processes() > 1,
+        "the launch file shards its weights (FSDP, DeepSpeed)": sharded,
+        "the Trainer compiles it (torch_compile)": any(
+            value for name, value in recipe.trainer.items() if name.startswith("torch_compile")
+        ),
         "the shape of packed documents differs from step to step (pack)": recipe.pack,
         "activations are computed again (gradient_checkpointing)": recipe.gradient_checkpointing,
         "quantised matrices are computed by another library (quantize)": recipe.quantize != "none",
@@ -79,6 +86,7 @@ class StepGraph:
             self.inputs[name].copy_(tensor, non_blocking=True)
         self.steps += 1
         if self.steps <= self._eager_steps:
+            self.gradients = self.result = None  # this step needs their memory
             self._recorder.run(self._both_passes)
         else:
             if self.steps == self._eager_steps + 1:
@@ -148,9 +156,13 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor):
-        if ctx.count != ctx.step.steps:
-            raise RuntimeError("the gradients of this step were overwritten by the next one; take them before it")
-        return None, *_copies(ctx.step.gradients, upstream)
+        step = ctx.step
+        if ctx.count != step.steps or step.gradients is None:
+            raise RuntimeError("the gradients of this step were taken, or overwritten by the next one; take them once")
+        gradients = list(_copies(step.gradients, upstream))
+        if not step.recorded:
+            step.gradients = None  # the optimizer needs the memory, as without a graph; a graph keeps its own
+        return None, *gradients
 
 
 def _copies(gradients: tuple[Tensor | None, ...], factor: Tensor | float) -> Iterator[Tensor | None]:

@@ -6,7 +6,8 @@
              mixers have `learning_rate`, all other parameters `rest_learning_rate`.
 
 Recipes are YAML files in `training/recipes`; every setting can be given as an argument instead. An interrupted run
-resumes from its last checkpoint and ends with exactly the weights of an uninterrupted one (on the same device).
+resumes from its last checkpoint. On a CPU it ends with exactly the weights of an uninterrupted one; on one GPU too,
+where its kernels round alike in every step, which those of kept attention do not do in the backward pass.
 `accelerate launch` with a file of `training/accelerate` runs the same recipe with the same batches on several GPUs.
 """
 
@@ -144,7 +145,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         if callbacks:
             for default in (ProgressCallback, PrinterCallback):
                 trainer.remove_callback(default)
-        if record_steps(recipe, arguments.device):
+        if record_steps(recipe, arguments.device, trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
             pair.record_steps(recipe.gradient_accumulation)
         seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
@@ -175,9 +176,9 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
     }
 
 
-def record_steps(recipe: Recipe, device: torch.device) -> bool:
+def record_steps(recipe: Recipe, device: torch.device, sharded: bool = False) -> bool:
     """Whether a run records its steps as a CUDA graph. Raises ValueError if it should and cannot."""
-    reason = obstacle(recipe, device)
+    reason = obstacle(recipe, device, sharded)
     if recipe.cuda_graph is True and reason is not None:
         raise UserError(f"cuda_graph is true, but the steps of this run cannot be recorded: {reason}; set it to auto")
     if device.type == "cuda" and (reason or not recipe.cuda_graph):

@@ -91,7 +91,8 @@ class PairTrainer(TrainerHooks):
         batches, items = super().get_batch_samples(*args, **kwargs)
         if len(batches) > 1 and "loss_mask" in batches[0]:
             counts = mean_over_processes(torch.stack([batch["loss_mask"].sum() for batch in batches]).float())
-            for batch, weight in zip(batches, counts / counts.mean(), strict=True):
+            weights = counts / counts.mean().clamp_min(1e-12)  # no token counts: all weigh 0
+            for batch, weight in zip(batches, weights, strict=True):
                 batch["loss_weight"] = weight
         return batches, items
 

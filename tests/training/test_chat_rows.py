@@ -209,7 +209,9 @@ def test_the_loss_of_answers_is_the_mean_over_their_tokens(chats):
 
 
 def test_accumulated_batches_weigh_their_tokens(tmp_path):
-    """Rows with 2 and with 12 tokens that count: one batch of two rows trains as two batches of one row."""
+    """Rows with 2 and with 12 tokens that count: one batch of two rows trains as two batches of one row. A step in
+    which no token counts has the loss 0.
+    """
     teacher = tiny_teacher("llama", layers=2, vocab_size=300)
     tokens = torch.randint(3, 300, (32,), generator=torch.Generator().manual_seed(0))
     data = TokenBlocks(tokens, 16, loss_mask=torch.arange(16) < torch.tensor([[2], [12]]))
@@ -222,6 +224,8 @@ def test_accumulated_batches_weigh_their_tokens(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for ours, theirs in zip(*(student.parameters() for student in students), strict=True):
         torch.testing.assert_close(ours, theirs)
+    nothing = TokenBlocks(tokens, 16, loss_mask=torch.zeros(2, 16, dtype=torch.bool))
+    assert train(convert_model(teacher), teacher, nothing, tmp_path / "nothing", recipe=recipe)["last_loss"] == 0
 
 
 def test_what_recipe_and_data_count_must_agree(chats, tmp_path):

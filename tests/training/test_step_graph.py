@@ -65,7 +65,7 @@ def step():
 
 def test_a_replayed_step_has_the_gradients_of_its_own_inputs_and_weights(step):
     """The gradient of loss / 2 is w x^2, as for accumulated steps, also if a loss from before is still alive; an
-    unused parameter has none, and the module keeps its parameters.
+    unused parameter has none, and the module keeps its parameters. Only a graph holds gradients a second time.
     """
     graph, recorder, module = step
     weight, unused = parameters = list(module.parameters())
@@ -77,6 +77,7 @@ def test_a_replayed_step_has_the_gradients_of_its_own_inputs_and_weights(step):
         assert loss.item() == weight.item() ** 2 * x.item() ** 2
         assert weight.grad.item() == weight.item() * x.item() ** 2 and unused.grad is None
         weight.grad = None
+        assert graph.recorded == (graph.gradients is not None)
         with torch.no_grad():
             weight += 1
         assert all(now is then for now, then in zip(module.parameters(), parameters, strict=True))
@@ -143,6 +144,7 @@ def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog, monkeypat
         ({"pack": True}, "pack"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
         ({"stage": "distill", "teacher": "lora", "quantize": "4bit"}, "quantize"),
+        ({"trainer": {"torch_compile": True}}, "torch_compile"),
         ({}, None),
     ],
     ids=lambda value: str(value)[:20],
@@ -151,6 +153,7 @@ def test_runs_whose_steps_differ_are_not_recorded(fields, reason):
     found = obstacle(Recipe(**fields), GPU)
     assert found is None if reason is None else reason in found
     assert record_steps(Recipe(**fields), GPU) == (reason is None)
+    assert not record_steps(Recipe(**fields), GPU, sharded=True)  # FSDP2 and ZeRO-3 on one GPU
     assert not record_steps(Recipe(**fields, cuda_graph=False), GPU)
     with pytest.raises(UserError, match="cuda_graph is true"):
         record_steps(Recipe(**fields, cuda_graph=True), torch.device("cpu"))

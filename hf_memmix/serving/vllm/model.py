@@ -129,7 +129,8 @@ class MemMixMixin(KeptAttention):
         iterator has a whole checkpoint, if vLLM has moved the parameters to "meta" before (`reload_weights`).
         """
         first, self.names.first = self.names.first, False
-        if not first and self.vllm_config.kv_transfer_config is not None:
+        is_start = first and self.vllm_config.load_config.load_format != "dummy"  # whose weights a trainer sends later
+        if not is_start and self.vllm_config.kv_transfer_config is not None:
             raise ValueError(
                 "with --states weights cannot be loaded again: the states on disk belong to those of the start. Start"
                 " a new server with the new checkpoint, or one without --states"

@@ -157,6 +157,9 @@ NAMES = (
     Name(_SCHEDULER, ("max_num_seqs",), "read for the largest prefill that vLLM measures"),
     Name(_MODEL, ("quantization",), "read to refuse it"),
     Name(_MODEL, ("max_model_len",), "read to refuse lengths that change rotary embeddings; set to count sequences"),
+    Name(_MODEL, ("revision",), "read: the states on disk of another revision are others"),
+    Name(_ALL, ("load_config",), "read to refuse a reload of weights with states on disk"),
+    Name("config:LoadConfig", ("load_format",), "read to refuse a reload of weights with states on disk"),
     Name(_MODEL, ("get_num_experts",), "called to choose the class with fused experts"),
     *(
         Name(_ALL, (field,), "read to refuse it")

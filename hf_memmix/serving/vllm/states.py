@@ -222,13 +222,18 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def _load(self, prefix: Prefix) -> bool:
-        """Fill the blocks of a prefix. False: a file is gone, and vLLM computes the tokens."""
+        """Fill the blocks of a prefix. False: a file is gone, or another kernel of attention, e.g. of another GPU,
+        orders keys in another way; then vLLM computes the tokens.
+        """
         for kind, i in self._files(prefix):
             found = self.store.read(kind, prefix.names[i], self.rank)
             if found is None:
                 return False
             for name, (group, memory) in self.memory[kind].items():
-                memory[prefix.blocks[group][i]].copy_(found[name])
+                block = memory[prefix.blocks[group][i]]
+                if found[name].shape != block.shape:
+                    return False
+                block.copy_(found[name])
         return True
 
     def _files(self, prefix: Prefix) -> list[tuple[str, int]]:
@@ -265,6 +270,7 @@ def _identity(vllm_config, folder: Path, groups, block: int) -> str:
     return identity(
         folder,
         versions=(__version__, installed_version(), torch.__version__),
+        loaded=(model.revision, vllm_config.load_config.load_format),
         model=(model.hf_overrides, model.dtype, cache.cache_dtype),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         block=block,

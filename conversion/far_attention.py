@@ -81,9 +81,9 @@ def share_from_outside(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     places = torch.arange(length, device=query.device)
     shares = []
-    for rows in places.split(ROWS):
-        first, seen = int(rows[0]), int(rows[-1]) + 1
-        ages = rows[:, None] - places[:seen]
+    for first in range(0, length, ROWS):
+        seen = min(first + ROWS, length)
+        ages = places[first:seen, None] - places[:seen]
         scores = (query[:, :, first:seen] @ key[:, :, :seen].mT).float() * scaling
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()

@@ -4,6 +4,7 @@ GPU it equals the eager step.
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_memmix.conversion import convert_model
@@ -159,15 +160,36 @@ def test_runs_whose_steps_differ_are_not_recorded(fields, reason):
         record_steps(Recipe(**fields, cuda_graph=True), torch.device("cpu"))
 
 
+def student_and_teacher():
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    teacher = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    return convert_model(teacher.eval(), "gka").train(), teacher
+
+
+class ReadsNoNumber(TorchDispatchMode):
+    """Python must not ask for an element of a tensor: on a GPU it would wait for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fields", [{"stage": "distill"}, {}, {"far_weight": 1.0, "far_window": 8}], ids=str)
+def test_a_step_can_be_recorded(fields):
+    pair = make_pair(*student_and_teacher(), Recipe(bf16=True, **fields))
+    trained = [parameter for parameter in pair.parameters() if parameter.requires_grad]
+    with ReadsNoNumber():
+        loss = pair._step(torch.randint(3, 256, (2, 32)), loss_mask=torch.ones(2, 32, dtype=torch.bool))
+        torch.autograd.grad(loss, trained)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("stage", ["align", "distill"])
 def test_a_recorded_step_equals_the_eager_one(stage, compiled):
     """Also if losses of steps before the recording are still alive."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
-    teacher = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    student = convert_model(teacher.eval(), "gka").to(GPU)
-    pair = make_pair(student.train(), teacher.to(GPU, torch.bfloat16), Recipe(stage=stage, bf16=True))
+    student, teacher = student_and_teacher()
+    pair = make_pair(student.to(GPU), teacher.to(GPU, torch.bfloat16), Recipe(stage=stage, bf16=True))
     trained = [parameter for parameter in pair.parameters() if parameter.requires_grad]
     tokens = torch.randint(3, 256, (EAGER_STEPS + 3, 2, 64), device=GPU)
     losses = [pair(ids)["loss"] for ids in tokens]

@@ -241,7 +241,7 @@ def test_moved_names_are_told(tmp_path):
 
 
 def test_states_on_disk(tmp_path):
-    """Names are those of the tokens before; what was not used for longest goes; half a file is no file."""
+    """Names are those of the tokens before; what was not used for longest goes; a damaged file is no file."""
     tokens = list(range(10))
     names = list(prefix_names(tokens, 4))
     assert len(names) == 2 and names == list(prefix_names(tokens[:8], 4)) and names[0] != names[1]
@@ -255,9 +255,10 @@ def test_states_on_disk(tmp_path):
     assert torch.equal(store.read(STATES, "y", 0)["layer"], states["layer"])  # used now
     store.make_room()
     assert [store.has(STATES, name, 1) for name in "xyz"] == [True, True, False]
-    path = store.folder / "x.states.0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert store.read(STATES, "x", 0) is store.read(STATES, "z", 0) is None and not store.has(STATES, "x", 1)
+    for name, damaged in (("x", lambda data: data[:-1]), ("y", lambda data: data[:-4] + bytes(4))):
+        path = store.folder / f"{name}.states.0.safetensors"
+        path.write_bytes(damaged(path.read_bytes()))
+        assert store.read(STATES, name, 0) is store.read(STATES, "z", 0) is None and not store.has(STATES, name, 1)
     assert not list(store.folder.glob("*.part"))
 
 

@@ -13,14 +13,15 @@ import json
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 STATES, KEYS = "states", "keys"
@@ -49,12 +50,16 @@ class StateStore:
         """The tensors of a file on the CPU; None if it is gone, or damaged: then it is deleted."""
         path = self._path(kind, name, rank)
         try:
-            tensors = load_file(path)
+            with safe_open(path, "pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
+                is_whole = (file.metadata() or {}).get("crc32") == _checksum(tensors)
         except SafetensorError:
+            is_whole = False
+        except OSError:
+            return None
+        if not is_whole:
             with suppress(OSError):
                 path.unlink()
-            return None
-        except OSError:
             return None
         self.touch(kind, name, rank)
         return tensors
@@ -76,7 +81,7 @@ class StateStore:
         handle, part = tempfile.mkstemp(dir=self.folder, suffix=PART)
         os.close(handle)
         try:
-            save_file(tensors, part)
+            save_file(tensors, part, {"crc32": _checksum(tensors)})
             size = os.stat(part).st_size
             os.replace(part, path)
         except SafetensorError as error:  # in place of an OSError
@@ -107,6 +112,14 @@ class StateStore:
 
     def _path(self, kind: str, name: str, rank: int) -> Path:
         return self.folder / f"{name}.{kind}.{rank}{SUFFIX}"
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    """Of what tensors on the CPU hold. A file is not flushed, so it may have gaps after a loss of power."""
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].contiguous().flatten().view(torch.uint8).numpy(), found)
+    return str(found)
 
 
 def prefix_names(tokens: Sequence[int], block: int, salt: str = "") -> Iterator[str]:

@@ -68,8 +68,8 @@ class Recipe:
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
     cuda_graph: record the forward and backward pass of a step once and repeat it, see `step_graph`; "auto": where it
-        can be done, that is on one GPU, without `pack`, `gradient_checkpointing` and `quantize`. Other steps, and all
-        if recording fails, run without it.
+        can be done, that is on one GPU, without `pack`, `gradient_checkpointing`, `quantize`, sharding and
+        `torch_compile`. Other steps, and all if recording fails, run without it.
     pack: no layer mixes tokens of two documents. A teacher whose family ignores packing (GPT-OSS, BioGPT) is refused.
     bos: what begins as the tokenizer begins a text, for a tokenizer that adds BOS. "rows": every row, also one that
         is cut in the middle of a document, because a student that generates always reads BOS first; "documents":

@@ -48,8 +48,8 @@ class StepGraph:
     replayed.
 
     A call with other shapes than the first, or without gradients, runs `loss` itself, and so does every call if
-    recording fails; the log says so. The gradients of a call must be taken before the next one. Parameters must keep
-    their memory.
+    recording fails, and after a parameter has got other memory; the log says so. The gradients of a call must be taken
+    before the next one.
 
     The first steps already compute both passes as the recording does: on its stream, and with parameters of their own
     on the same memory. Autograd ties a parameter to the stream on which it was used first, for as long as any loss is
@@ -82,6 +82,9 @@ class StepGraph:
         if form != self._form:
             self._tell(f"a step with {form} runs without the CUDA graph, which is for {self._form}")
             return self._loss(**inputs)
+        if any(p.data_ptr() != self._aliases[id(p)].data_ptr() for p in self.parameters):
+            self._give_up("a parameter has other memory than before, for example because the model was moved")
+            return self._loss(**inputs)
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor, non_blocking=True)
         self.steps += 1
@@ -104,13 +107,16 @@ class StepGraph:
             room = [_copies(self.gradients, 1.0) for _ in range(min(self._accumulation, 2))]
             del room
         except Exception as error:  # no fault of the loss itself, which has run
-            self._failed, self._aliases, self._graph = True, {}, None
-            self.gradients = self.result = None
             first = next(iter(str(error).strip().splitlines()), "")
-            self._tell(f"steps run without a CUDA graph: {type(error).__name__} {first}")
+            self._give_up(f"{type(error).__name__} {first}")
             logger.debug("recording a step", exc_info=error)
             return
         logger.info("forward and backward pass of a step run as one CUDA graph")
+
+    def _give_up(self, reason: str) -> None:
+        self._failed, self._aliases, self._graph = True, {}, None
+        self.gradients = self.result = None
+        self._tell(f"steps run without a CUDA graph: {reason}")
 
     def _both_passes(self) -> None:
         """Compute `result`, the loss, and `gradients`, None for a parameter that the loss does not use."""

@@ -97,6 +97,18 @@ def test_other_shapes_and_evaluation_run_without_the_graph(step, caplog):
     assert recorder.replays == 1
 
 
+def test_a_parameter_that_gets_other_memory_is_read_there(step, caplog):
+    """A callback has moved the model away and back."""
+    graph, _, module = step
+    for _ in range(EAGER_STEPS + 1):
+        graph({"x": torch.ones(1)})
+    module.weight.data = torch.tensor([5.0])
+    for _ in range(2):
+        loss = graph({"x": torch.ones(1)})
+        assert loss.item() == 25 and torch.autograd.grad(loss, module.weight)[0].item() == 10
+    assert caplog.text.count("other memory") == 1 and not graph.recorded
+
+
 def test_the_optimizer_has_its_memory_before_the_recording():
     module, recorder = Scaled(), Again()
     graph = StepGraph(module.loss, module, recorder, accumulation=EAGER_STEPS + 2)

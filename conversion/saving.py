@@ -30,12 +30,12 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
-    """The absolute path of a folder that may be written to. Call it before the long work, not after it.
+    """`place_of` a folder that may be written to. Call it before the long work, not after it.
 
     Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty.
     With `overwrite` it may be a folder that this tool has written (`conversion.written`), but not the current folder.
     """
-    path = Path(path).absolute()
+    path = place_of(path)
     remove_leftovers(path)
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
@@ -50,6 +50,14 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     if filled:
         check_replaceable(path)
     return path
+
+
+def place_of(path: str | Path) -> Path:
+    """The absolute path of an output. If it is a symbolic link, e.g. to a larger disk, the folder to which it leads:
+    a rename would replace the link.
+    """
+    path = Path(path).absolute()
+    return resolved(path) if path.is_symlink() else path
 
 
 def check_not_read(path: str | Path, *sources: str | Path | None, renewed: Sequence[str | Path | None] = ()) -> None:

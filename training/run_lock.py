@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hf_memmix import launch
-from hf_memmix.conversion.saving import check_target, explain_write_errors, remove_folder
+from hf_memmix.conversion.saving import check_target, explain_write_errors, place_of, remove_folder
 from hf_memmix.errors import UserError
 from hf_memmix.operating_system import WINDOWS, try_lock
 
@@ -99,7 +99,7 @@ def check_run_target(out_dir: str | Path, overwrite: bool = False) -> None:
 
 
 def _run_dir(out_dir: Path) -> Path:
-    out_dir = out_dir.absolute()
+    out_dir = place_of(out_dir)
     return out_dir.with_name(f".{out_dir.name}.run")
 
 
@@ -113,7 +113,7 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
     Raises:
         ValueError: another process works there, or the output may not be written.
     """
-    out_dir = Path(out_dir).absolute()
+    out_dir = place_of(out_dir)
     folder = _run_dir(out_dir)
     with run_lock(folder):
         try:

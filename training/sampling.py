@@ -22,7 +22,7 @@ from hf_memmix.conversion.hashes import teacher_hash, write_sealed
 from hf_memmix.conversion.limits import check_length, check_tokens
 from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, place_of, remove_folder, replace_folder
 from hf_memmix.conversion.text_rows import beginning_of, encode, end_tokens
 from hf_memmix.conversion.written import mark_folder
 from hf_memmix.errors import UserError
@@ -150,13 +150,13 @@ def sample_teacher(
                 if progress is not None:
                     progress(state["prompts"], len(prompts))
         if not state["rows"]:
-            remove_folder(work, beside=Path(folder).absolute())  # a run that asks for more is another run
+            remove_folder(work, beside=place_of(folder))  # a run that asks for more is another run
             raise UserError(f"none of {len(prompts)} answers ended within {max_new_tokens} tokens; ask for more")
         record = settings | {"rows": state["rows"], "left_out": state["left_out"]}
         write_sealed(work / RECORD, record)
         (work / PARTIAL_FILE).unlink()
         mark_folder(work)
-        replace_folder(work, Path(folder).absolute())
+        replace_folder(work, place_of(folder))
     return record
 
 

@@ -25,7 +25,7 @@ from hf_memmix.conversion.loading import check_finite_weights, read_config, read
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.model_files import check_transformer
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, place_of, remove_folder, replace_folder
 from hf_memmix.conversion.written import mark_folder
 from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
@@ -98,7 +98,7 @@ def write_cache(
     with explain_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
         done = _finished_files(work, meta | how)
         if not done:
-            remove_folder(work, beside=Path(folder).absolute())
+            remove_folder(work, beside=place_of(folder))
         for first in range(0, len(data), shard_rows):
             last, name, parts = min(first + shard_rows, len(data)), _shard_name(first // shard_rows), []
             if name in done:
@@ -122,7 +122,7 @@ def write_cache(
         write_sealed(work / META_FILE, meta | {"files": done})
         (work / PARTIAL_FILE).unlink()
         mark_folder(work)
-        replace_folder(work, Path(folder).absolute())
+        replace_folder(work, place_of(folder))
     return meta
 
 

@@ -48,6 +48,19 @@ def test_a_folder_is_overwritten_and_nothing_is_left_beside_it(path, swaps, monk
     assert [p.name for p in path.parent.iterdir()] == ["student"] and names_in(path) == ["other"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_output_goes_where_its_link_leads(tmp_path, exists):
+    """E.g. to a larger disk: the link is not replaced."""
+    (tmp_path / "disk" / "student" if exists else tmp_path / "disk").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "student")
+    for overwrite in (False, True):
+        with saving.atomic_folder(tmp_path / "link", overwrite) as folder:
+            assert folder.parent == tmp_path / "disk"
+            (folder / "weights").touch()
+    assert names_in(tmp_path / "disk" / "student") == ["weights"] and names_in(tmp_path / "disk") == ["student"]
+    assert (tmp_path / "link").is_symlink() and names_in(tmp_path) == ["disk", "link"]
+
+
 def test_a_failed_rename_keeps_the_old_folder(path, monkeypatch):
     real, calls = os.replace, []
 

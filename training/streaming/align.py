@@ -21,7 +21,7 @@ from hf_memmix.conversion.convert import load_tokenizer
 from hf_memmix.conversion.hashes import read_sealed, teacher_hash, write_sealed
 from hf_memmix.conversion.loading import check_weight_files, meta_teacher
 from hf_memmix.conversion.records import bytes_text
-from hf_memmix.conversion.saving import check_not_read, check_target, resolved
+from hf_memmix.conversion.saving import check_not_read, check_target, place_of, resolved
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.teacher_forcing import check_same_shape
 from hf_memmix.errors import UserError
@@ -104,7 +104,7 @@ def align_by_streaming(
         raise UserError("give either a student or a plan by which the teacher is converted first")
     teacher = model_folder(Path(teacher))
     student = None if student is None else model_folder(Path(student))
-    out = Path(out).absolute()
+    out = place_of(out)
     check_not_read(out, teacher)
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")

@@ -26,11 +26,8 @@ def measured(tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "teacher")
     (folder / "text.txt").write_text(tiny_text(300))
     teacher, text = ["--teacher", folder / "teacher"], ["--text", folder / "text.txt"]
-    result_of(
-        memmix(
-            "convert", *teacher, "--out", folder / "s0", "--keep-layers", "1", "--option", "local_window=4", "--json"
-        )
-    )
+    beside = ["--option", "gka.local_window=4", "--option", "window.sinks=1"]
+    result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep-layers", "1", *beside, "--json"))
     steps = ["--steps", "2", "--batch-size", "2", "--block-size", "16", "--json"]
     model = folder / "student"
     stage = result_of(memmix("align", "--student", folder / "s0", *teacher, *text, "--out", model, *steps))
@@ -93,7 +90,9 @@ def test_the_card_holds_the_measurements(folder):
     ]
     expected += [f"{report['ppl_ratio']:.4f}", report["text"][0]["sha256"][:12], report["weights"], "Gated KalmaNet"]
     expected += [f"| align | 2 | {stage['tokens']:,} | {stage['last_loss']:.4f} |", 'from_pretrained("me/small"']
-    expected += [f"{row['student']['gain']:.2f} ±" for row in probes["summary"]] + ["the last 4 tokens"]
+    expected += [f"{row['student']['gain']:.2f} ±" for row in probes["summary"]] + [
+        "the last 4 tokens and the first one"
+    ]
     assert [figure for figure in expected if figure not in card.content] == []
     assert "{{" not in card.content and "[More Information Needed]" not in card.content
     run = write_card(folder)

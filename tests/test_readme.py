@@ -17,10 +17,14 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOT
 GENERATE = (ROOT / "hf_memmix" / "generate.md").read_text(encoding="utf-8")
 HUB_ID = "Qwen/Qwen3-0.6B"  # the page converts it; offline, the bundled teacher takes its place
 ASSETS = ROOT / "hf_memmix" / "assets"
-OFFLINE = {HUB_ID: ASSETS / "tiny_teacher", "train.txt": ASSETS / "train.txt", "heldout.txt": ASSETS / "heldout.txt"}
+OFFLINE = {
+    HUB_ID: ASSETS / "tiny_teacher",
+    **{name: ASSETS / name for name in ("train.txt", "dev.txt", "heldout.txt")},
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # the commands of the README train for minutes; the test runs the same ones for a moment
 SHORT = {
+    "select": ["--length", "256", "--samples", "1", "--max-tokens", "256"],
     "align": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
     "distill": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
     "report": ["--max-tokens", "64"],

@@ -132,7 +132,7 @@ def student_card(
         layers=len(kinds),
         kept=f" Attention, with its growing cache, remains in layer {', '.join(map(str, kept))}." if kept else "",
         mixers="\n".join(
-            f"- {MIXERS[kind].summary or kind}.{_beside(config.get('mixers', {}).get(kind, {}))}" for kind in used
+            f"- {MIXERS[kind].summary or kind}.{_beside(config.get('mixers', {}), kind)}" for kind in used
         ),
         tokens=f"{report['tokens']:,}",
         text=_named(report["text"]),
@@ -222,11 +222,18 @@ def _recall(probes: dict | None) -> str:
     )
 
 
-def _beside(options: dict) -> str:
-    """What stands beside a memory with these options in its layers."""
-    if not (window := options.get("local_window")):
+def _beside(mixers: dict, kind: str) -> str:
+    """What stands beside the memory `kind` in its layers. mixers: the options by mixer."""
+    if not (window := mixers.get(kind, {}).get("local_window")):
         return ""
-    return f" In the same layers, exact attention reads the last {window} tokens, whose keys and values are cached."
+    read = _read_by(window, mixers.get("window", {}).get("sinks"))
+    return f" In the same layers, exact attention reads {read}, whose keys and values are cached."
+
+
+def _read_by(window: int, sinks: int | None) -> str:
+    """The tokens that a window reads, in words."""
+    firsts = f" and the first {'one' if sinks == 1 else sinks}" if sinks else ""
+    return f"the last {window} tokens{firsts}"
 
 
 def _training(stages: list[dict] | None) -> str:
@@ -254,8 +261,7 @@ def _greedy(plan: dict) -> str:
     losses = ", ".join(f"{row['layer']} ({row['loss']:.3f})" for row in steps)
     stand_in = plan["stand_in"]
     change = "lost its attention" if stand_in.get("drop") else "got its attention back"
-    firsts = stand_in.get("sinks")
-    read = f"the last {stand_in['window']} tokens" + (f" and the first {firsts}" if firsts else "")
+    read = _read_by(stand_in["window"], stand_in.get("sinks"))
     return (
         f"\nKept layers: chosen before training, with attention to {read} in place of the mixers;"
         f" one layer after the other {change}. Loss in nats: {first['loss']:.3f} before, then {losses}.\n"

@@ -26,7 +26,6 @@ LEVERS = "training/experiments/budget/results/levers_h100.json"
 RECALL_TEACHER = "training/experiments/recall_teacher/results/teacher_kept.json"
 # by name: a JSON file of the checkout, the keys of a value in it, what it is divided by, and the format of the number
 NUMBERS: dict[str, tuple[str, str, float, str]] = {
-    "teacher millions": (TEACHER, "parameters", 1e6, ".0f"),
     "recall teacher millions": (RECALL_TEACHER, "parameters", 1e6, ".0f"),
     "thousand tokens recorded": (LEVERS, "rows 5 tokens_s", 1e3, ".0f"),
     "thousand tokens plain": (LEVERS, "rows -1 tokens_s", 1e3, ".0f"),

@@ -1,4 +1,4 @@
-"""README's tables: what a conversion costs and brings at three sizes, and the mixers beside each other."""
+"""Tables of the product: what a conversion costs and brings at three sizes, and the mixers beside each other."""
 
 import statistics
 
@@ -7,11 +7,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.conversion.estimate import estimate
 from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.evaluation.probes.counted import shares_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, TIMED
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
 from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.smollm2.arms_report import finished
 from hf_memmix.training.experiments.tables.costs import Costs
 
 LONG, TOKENS = 131072, 1e8  # of a cache; of each training stage
@@ -20,6 +22,15 @@ CONTEXT = 4096  # of the memory of the mixers
 MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")
 WINDOWS = {"window-64": 64, "window-256": 256}  # controls: attention over the last tokens
 KEPT = 3  # layers, chosen by `memmix select`
+# replacements of the attention of SmolLM2, by the names of their arms
+REAL = {
+    "window 384, first token": "`window`: the last 384 tokens and the first one",
+    "window 384": "`window`: the last 384 tokens",
+    "gated_delta + window 192": "`gated_delta`, with 192 tokens beside it",
+    "gka": "`gka`",
+    "gated_delta": "`gated_delta`",
+}
+REAL_LAYERS, FACT_LENGTHS = 30, (1024, 4096)
 
 
 def front() -> str:
@@ -41,6 +52,31 @@ def front() -> str:
         f" computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an {row['gpu']} after"
         f" {row['T'] // 1024}k tokens, no layer kept; empty: not measured. Hours: computed for {TOKENS / 1e6:.0f}M"
         f" tokens of each training stage on this GPU, from runs of {TIMED.name} and {DISTILLED.name} models."
+    )
+
+
+def smollm2() -> str:
+    """One row per replacement of the attention in most layers of SmolLM2: its state, and what the student keeps."""
+    results = read("arms")
+    rows = {row["arm"]: row for row in finished(results)}
+    students, shown = [rows[arm] for arm in REAL], []
+
+    def chosen(row: dict, name: str) -> list[str]:
+        cells = {cell["length"]: cell for cell in row["recall"] if cell["task"] == "fact"}
+        shown.extend(cells[length][name]["choice_interval"] for length in FACT_LENGTHS)
+        return [shares_text(cells[length], name).partition(" ")[0] for length in FACT_LENGTHS]
+
+    lines = [["full attention", "grows", "0", "1.000", *chosen(students[0], "teacher")]]
+    for row in students:
+        quality = [f"{row['heldout_kl']:.3f}", f"{row['domain_ppl_ratio']:.3f}"]
+        lines.append([REAL[row["arm"]], bytes_text(row["state_bytes"]), *quality, *chosen(row, "student")])
+    head = ["in the other layers", "state of a layer", "KL", "ratio", *(f"`fact`, {n:,}, %" for n in FACT_LENGTHS)]
+    width = max(high - low for low, high in shown) / 2
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {results['settings']['kept']} of"
+        f" {REAL_LAYERS} layers kept, {students[0]['tokens'] / 1e6:.1f}M tokens of training; one seed, one rate. KL:"
+        " on held-out text; ratio of perplexities: on another domain. `fact`: right choices after so many tokens,"
+        f" which may be off by {100 * width:.0f} points. {measured_at(results)}."
     )
 
 

@@ -55,6 +55,7 @@ FIRST = (
     "gated_delta",
     "window 64",
     "gated_delta + window 64",
+    "window 384, first token",
 )
 STAGES = {"align": align, "distill": distill}
 SPEED_STEPS, SKIPPED = 9, 5  # steps of a measurement of speed, and those of a run that are not measured

@@ -130,6 +130,8 @@ def test_command_keeps_states(vllm_is_here, monkeypatch, tmp_path):
     extra = json.loads(given)["kv_connector_extra_config"]
     assert extra == {"folder": str(tmp_path / "states"), "bytes": 2**29, "model": str(TINY)}
     assert "stand before the model" in memmix("serve", TINY, "--states", tmp_path).stderr
+    for argument in ("--no-enable-prefix-caching", "--kv_transfer_config={}"):
+        assert "--states needs prefix caching" in memmix("serve", "--states", tmp_path, TINY, argument).stderr
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--states .*file: .*give a folder that can be written"):
         options.options_of_states(TINY, tmp_path / "file", 1)

@@ -10,6 +10,7 @@ tokens on every day, and an interrupted run continues.
 """
 
 import re
+from contextlib import suppress
 from datetime import date
 
 from jinja2 import TemplateError
@@ -63,7 +64,18 @@ def render(
         text = tokenizer.apply_chat_template(messages or [messages], chat_template=template, **options)
     except (TemplateError, TypeError, KeyError) as error:
         raise UserError(f"{conversation.place} does not fit the chat template: {error}") from None
-    return text if messages else text[0]
+    if not messages:
+        return text[0]
+    asked = [str(message.get("content") or "").strip() for message in messages if message["role"] == "user"]
+    if asked and isinstance(text, str) and not any(content in text for content in asked):
+        without = [message | {"content": ""} if message["role"] == "user" else message for message in messages]
+        with suppress(TemplateError, TypeError, KeyError):  # then it reads what the user says
+            if tokenizer.apply_chat_template(without, chat_template=template, **options) == text:
+                raise UserError(
+                    f"{conversation.place}: the chat template does not write what the user says, as templates for"
+                    " lists of text and images do; use a template for texts"
+                )
+    return text
 
 
 def _dated(template: str) -> str:

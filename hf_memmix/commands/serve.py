@@ -1,6 +1,7 @@
 """`memmix serve FOLDER ...`: check the installation and the model, say what a sequence costs, and start vLLM."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ COMPILES = (
     " With --enforce-eager it does not compile"
 )
 OWN = ("--states", "--states-space")  # options after the model are those of vLLM
+SET_BY_STATES = ("--no-enable-prefix-caching", "--kv-transfer-config")
 # the module behind the command `vllm`, which may be missing from PATH
 VLLM = "vllm.entrypoints.cli.main"
 
@@ -57,8 +59,11 @@ def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, sh
     """
     from hf_memmix.conversion.model_files import chat_template_of
 
-    if any(argument.partition("=")[0] in OWN for argument in arguments):
+    names = {re.split("[=.]", argument)[0].replace("_", "-") for argument in arguments}
+    if not names.isdisjoint(OWN):
         raise UserError(f"{', '.join(OWN)} stand before the model: memmix serve --states DIR {model} ...")
+    if keep and (clash := names.intersection(SET_BY_STATES)):
+        raise UserError(f"--states needs prefix caching and a connector of its own; leave {', '.join(clash)} out")
     folder = given_model(model)
     with library():
         from hf_memmix.serving.capacity import capacity, check_installation, check_model

@@ -27,6 +27,7 @@ MESSAGES = [
 FORGETFUL = CHAT.replace("m.content", "(m.content if loop.last or m.role == 'user' else '...')")
 # it writes the day of today, and a prompt of the system before the first message
 DATED = "{% if messages %}{{ strftime_now('%d %b %Y') }}{% endif %}" + CHAT
+OF_PARTS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}" + CHAT
 
 
@@ -68,6 +69,7 @@ def test_the_tokens_before_an_answer_count(chats, template):
         (CHAT, [{"messages": MESSAGES, "tools": "a search"}], "line 1 of .*tools"),
         (CHAT, [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "line 1 of .*'image'"),
         ({"other": CHAT}, [{"messages": MESSAGES}], "line 1 of .*template"),
+        (OF_PARTS, [{"messages": MESSAGES}], "line 1 of .*does not write what the user says"),
     ],
 )
 def test_conversations_that_are_refused(tmp_path, template, rows, named):
@@ -90,11 +92,12 @@ def test_an_answer_without_a_question_counts(tmp_path, template):
 def test_training_data_have_the_same_date_every_day(chats):
     """Directives of all kinds; a chat has the date of today."""
     formats = "%A %-d. %B %Y, %j %H:%M%%"
-    tokenizer = chat_tokenizer("{% macro head() %}{{ strftime_now('" + formats + "') }}{% endmacro %}\n{{ head() }}\n")
+    head = "{% macro head() %}{{ strftime_now('" + formats + "') }}{% endmacro %}\n"
+    tokenizer = chat_tokenizer(head + "{% for m in messages %}{{ m.content }}{% endfor %}{{ head() }}\n")
     (tokens, _), *_ = tokenize_documents(chats, tokenizer)
-    assert tokenizer.decode(tokens) == "Friday 26. July 2024, 208 00:00%"
+    assert tokenizer.decode(tokens).endswith("Friday 26. July 2024, 208 00:00%")
     today = render(Conversation(MESSAGES, None, ""), tokenizer, today=True)
-    assert today[:-6] == datetime.now().strftime(formats)[:-6]
+    assert today[:-6].endswith(datetime.now().strftime(formats)[:-6])
 
 
 def test_a_stream_with_another_template_is_another_run(chats):

@@ -250,6 +250,8 @@ def test_states_on_disk(tmp_path):
     assert names[1] != list(prefix_names([9, *tokens[1:]], 4))[1] and names != list(prefix_names(tokens, 4, "salt"))
     store, states = StateStore(tmp_path / "a", 2500), {"layer": torch.arange(250.0)}
     assert store.write(STATES, "x", 0, states) > 1000 and store.write(STATES, "x", 0, states) == 0
+    modes = [path.stat().st_mode & 0o666 for path in (store.folder, *store.folder.iterdir())]
+    assert modes[0] == modes[1]
     assert store.has(STATES, "x", 1) and not store.has(STATES, "x", 2) and not store.has(KEYS, "x", 1)
     for i, name in enumerate(("y", "z")):
         store.write(STATES, name, 0, states)

@@ -82,6 +82,7 @@ class StateStore:
         os.close(handle)
         try:
             save_file(tensors, part, {"crc32": _checksum(tensors)})
+            os.chmod(part, self.folder.stat().st_mode & 0o666)  # whoever may use the folder; mkstemp gives 0600
             size = os.stat(part).st_size
             os.replace(part, path)
         except SafetensorError as error:  # in place of an OSError

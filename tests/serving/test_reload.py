@@ -7,6 +7,8 @@ from references import ready
 from safetensors.torch import load_file, save_file
 from serving_cases import RELOADED, SECOND
 
+from hf_memmix.conversion import load_model
+
 
 def reload_from(engine, folder):
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
@@ -68,10 +70,29 @@ def test_tensors_that_a_trainer_sends(engines):
                 model.load_weights([pair])
             finalize_layerwise_reload(model, model.model_config)
 
+    if not torch.cuda.is_available():  # without them, as TRL sends tensors
+        with pytest.raises(ValueError, match="on a CPU vLLM has packed the weights of linear layers"):
+            engine.apply_model(lambda model: [model.load_weights([pair]) for pair in tensors.items()])
     engine.apply_model(update)
     assert_answers(engine, references_of(engines.folders, SECOND["every"], "few"))
     reload_from(engine, engines.folders / "every")
     assert_answers(engine, references_of(engines.folders, "every", "few"))
+
+
+@pytest.mark.cases("every", SECOND["every"])
+def test_a_trainer_in_the_process_of_the_engine(engines):
+    """vLLM changes the class of the backbone: a model that is not vLLM's is loaded, called and trained as ever."""
+    engine = engine_of(engines, "every")
+    reference = references_of(engines.folders, "every", "few")[0]
+    model = load_model(engines.folders / "every", dtype=torch.float32)
+    calls = []
+    model.base_model.register_forward_hook(lambda *args: calls.append(1))
+    ids = torch.tensor([[*reference["prompt"], *reference["tokens"]]])
+    logits = model(ids, labels=ids)
+    logits.loss.backward()
+    start = len(reference["prompt"]) - 1
+    assert calls and logits.logits[0, start:-1].argmax(-1).tolist() == reference["tokens"]
+    assert_answers(engine, [reference])
 
 
 @pytest.mark.cases("every", SECOND["every"])

@@ -74,6 +74,15 @@ def forget_packed_weights(model: nn.Module):
         head.cpu_linear = F.linear
 
 
+def check_not_packed(model: nn.Module, error: AssertionError):
+    """Raise ValueError if vLLM has packed linear layers for a CPU: no weights are left to copy a tensor to."""
+    if any(hasattr(m, "cpu_linear") and not m.weight.numel() for m in model.modules()):
+        raise ValueError(
+            "on a CPU vLLM has packed the weights of linear layers: new ones must come between its"
+            " initialize_layerwise_reload and finalize_layerwise_reload, or by reload_weights"
+        ) from error
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
 

@@ -26,8 +26,9 @@ from .compat import KeptAttention
 from .config import mixers_of, original_config
 from .joined import JoinedLayers
 from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape, page_sizes
-from .loading import CheckpointNames, check_loaded, forget_packed_weights, mark_unloaded
+from .loading import CheckpointNames, check_loaded, check_not_packed, forget_packed_weights, mark_unloaded
 from .parameters import local_sizes, replace_parameters
+from .shared_class import share_class
 
 
 class MemMixMixin(KeptAttention):
@@ -63,6 +64,7 @@ class MemMixMixin(KeptAttention):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if hasattr(self, "logits_processor"):
             self.logits_processor = self._logits_processor()
+        share_class(type(self.model))
         self.names = CheckpointNames()
         mark_unloaded(self)
 
@@ -139,7 +141,11 @@ class MemMixMixin(KeptAttention):
         reload = any(parameter.is_meta for mixer in self.mixers.values() for parameter in mixer.parameters())
         if self.device_config.device.type == "cpu":
             forget_packed_weights(self)
-        loaded = super().load_weights(self.names.noted(weights))
+        try:
+            loaded = super().load_weights(self.names.noted(weights))
+        except AssertionError as error:  # of a size
+            check_not_packed(self, error)
+            raise
         if reload and whole:
             self.names.check_reload()
         if first and not reload:

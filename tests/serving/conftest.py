@@ -133,6 +133,9 @@ class Engines:
             fixed |= {"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": False}
             fixed |= {"max_num_batched_tokens": 2048, "max_num_seqs": 16}  # an engine starts with a batch of this size
             fixed |= ON_A_GPU if ON_GPU else {}
+            # a new engine reads the attributes of all modules, and fails at this one, which the draft tokens of an
+            # earlier engine have loaded by way of numba
+            sys.modules.pop("llvmlite.binding.ffi", None)
             self.engine = LLM(str(self.folders / case), **(fixed | options))
             self.key = key
         return self.engine

@@ -11,11 +11,10 @@ Shapes: B batch, H query heads, Hk key/value heads, T tokens, D head size.
 import torch
 from torch import Tensor, nn
 
-from hf_memmix._transformers import attention_computed_by, attention_implementation
+from hf_memmix._transformers import MASKED_ATTENTION, attention_computed_by, attention_implementation
 from hf_memmix.errors import UserError
 
 ROWS = 128  # queries at a time: their scores with all keys are in memory
-WITH_MASKS = ("sdpa", "eager")
 
 
 @torch.no_grad()
@@ -48,7 +47,7 @@ def shares_from_outside(attention: nn.Module, args: tuple, kwargs: dict, window:
 def check_far(attention: nn.Module) -> None:
     """Raise UserError if the attention of a transformer has no masks."""
     found = attention_implementation(attention.config) if hasattr(attention, "config") else ""
-    if found not in WITH_MASKS:
+    if found not in MASKED_ATTENTION:
         raise UserError(
             f"far_weight reads the masks of the teacher's attention, which {found!r} does not have; load the teacher"
             " with attn_implementation sdpa, or set far_weight to 0"

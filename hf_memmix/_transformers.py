@@ -244,6 +244,9 @@ def load_every_tensor(model: nn.Module):
     model._keys_to_ignore_on_load_unexpected = None
 
 
+MASKED_ATTENTION = ("sdpa", "eager")  # implementations of attention that take a mask of [T, T]
+
+
 def attention_implementation(config) -> str:
     """The attention implementation of a configuration, e.g. "sdpa" or "flash_attention_2", which has no mask.
 

@@ -167,7 +167,7 @@ def far_windows(student: nn.Module, layers: list[int], window: int) -> dict[int,
     """By layer, the window outside which `far_weight` looks: `window`, or for 0 the one beside the memory.
 
     Raises:
-        UserError: the window is 0, and a layer has none.
+        UserError: `window` is 0, and a layer has no window beside its memory.
     """
     found = {layer: window or attention_module(student, layer).options.local_window for layer in layers}
     if without := [layer for layer, tokens in found.items() if not tokens]:

@@ -15,7 +15,7 @@ def rows(tmp_path_factory):
         write.save_pretrained(folder / "teacher")
     (folder / "text.txt").write_text(tiny_text(300))
     texts = dict.fromkeys(("text", "heldout", "domain"), folder / "text.txt")
-    sizes = {"length": 48, "lengths": [48], "samples": 2, "measured_tokens": 96, "window": 4}
+    sizes = {"length": 48, "lengths": [48], "samples": 2, "measured_tokens": 96, "window": 4, "sinks": 1}
     sizes |= {"choice_samples": 2, "choice_tokens": 96, "tasks": ["niah", "mqar"]}
     asked = {"rules": list(kept_layers.RULES), "counts": [1], "out": folder / "kept_layers.json"}
     args = SimpleNamespace(teacher=folder / "teacher", **texts, **sizes, **asked)

@@ -66,7 +66,7 @@ def step():
 
 def test_a_replayed_step_has_the_gradients_of_its_own_inputs_and_weights(step):
     """The gradient of loss / 2 is w x^2, as for accumulated steps, also if a loss from before is still alive; an
-    unused parameter has none, and the module keeps its parameters. Only a graph holds gradients a second time.
+    unused parameter has no gradient, and the module keeps its parameters. Only a recorded graph keeps the gradients.
     """
     graph, recorder, module = step
     weight, unused = parameters = list(module.parameters())

@@ -13,11 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hf_memmix._transformers import attention_implementation, execution_device
+from hf_memmix._transformers import MASKED_ATTENTION, attention_implementation, execution_device
 from hf_memmix.conversion.families import attention_module, decoder_layers
 from hf_memmix.errors import UserError
-
-MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of [T, T]
 
 
 class LayerRuns:
@@ -39,10 +37,10 @@ class LayerRuns:
         if not 0 <= sinks <= window:
             raise UserError(f"sinks are {sinks}; they can be 0 to the {window} tokens of the window")
         implementation = attention_implementation(teacher.config)
-        if implementation not in MASKED:
+        if implementation not in MASKED_ATTENTION:
             raise UserError(
                 f"the teacher's attention is {implementation!r}, which takes no mask for a window; load it with"
-                f" attn_implementation={MASKED[0]!r}"
+                f" attn_implementation={MASKED_ATTENTION[0]!r}"
             )
         self.teacher, self.window, self.sinks = teacher, window, sinks
         self.layers = decoder_layers(teacher)

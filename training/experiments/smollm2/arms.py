@@ -20,7 +20,6 @@ import typer
 from transformers import TrainerCallback
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.hashes import teacher_hash
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common.harness import Experiment, check_time, matches
 from hf_memmix.training.experiments.common.options import Options, check_names
@@ -145,7 +144,6 @@ def train(student, stage: str, steps: int, seed: int, args) -> tuple[dict, Clock
     clock = Clock(args)
     data = TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
     sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
-    sizes["cuda_graph"] = "auto"
     with tempfile.TemporaryDirectory() as folder:
         result = STAGES[stage](
             student,
@@ -228,7 +226,7 @@ def about(args) -> dict:
     """What was measured on what, without the places on this machine."""
     texts = {name: text_record(args.data / f"{name}.npy") for name in ("train", *measuring.TEXTS)}
     return {
-        "model": {"folder": args.teacher.name, "weights": teacher_hash(args.teacher)},
+        "model": measuring.model_record(args.teacher),
         "texts": texts | {"choice": text_record(args.text)},
     }
 

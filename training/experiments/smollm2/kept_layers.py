@@ -16,7 +16,6 @@ import typer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report
-from hf_memmix.conversion.hashes import teacher_hash
 from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.data import tokenize_files
@@ -160,7 +159,7 @@ def about(args) -> dict:
     """What was measured on what, without the places on this machine."""
     texts = {name: getattr(args, name) for name in ("text", "heldout", "domain")}
     return {
-        "model": {"folder": args.teacher.name, "weights": teacher_hash(args.teacher)},
+        "model": measuring.model_record(args.teacher),
         "texts": {name: text_record(path) for name, path in texts.items() if path is not None},
     }
 

@@ -20,12 +20,12 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention import STARTS
-from hf_memmix.conversion.hashes import teacher_hash
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.mixers import MIXERS
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.experiments.common.harness import Experiment, device, measured_at
 from hf_memmix.training.experiments.common.options import Models, Options, check_names
+from hf_memmix.training.experiments.smollm2.measuring import model_record
 from hf_memmix.training.text_files import text_record
 
 WINDOWS = ((64, 0), (64, 1), (64, 4), (384, 0), (384, 1))  # tokens and sinks
@@ -135,7 +135,7 @@ def check(args) -> None:
 def about(args) -> dict:
     """What was measured on what, without the places on this machine."""
     return {
-        "model": {"folder": args.teacher.name, "weights": teacher_hash(args.teacher)},
+        "model": model_record(args.teacher),
         "training_text": text_record(args.text),
     }
 

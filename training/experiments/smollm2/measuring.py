@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_memmix.conversion import load_model, report
+from hf_memmix.conversion.hashes import teacher_hash
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.evaluation.free_generation import divergence_of, generated_answers, greedy_tokens
 from hf_memmix.training.evaluation.greedy_choice import Search
@@ -34,6 +35,11 @@ def teacher_of(folder: Path):
     """The teacher, on a GPU in bf16, as it is stored."""
     dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
     return load_model(folder, dtype=dtype).to(device())
+
+
+def model_record(folder: Path) -> dict:
+    """What results say of the teacher, without its place on this machine."""
+    return {"folder": folder.name, "weights": teacher_hash(folder)}
 
 
 @functools.cache

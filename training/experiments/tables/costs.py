@@ -127,7 +127,8 @@ def published_conversions() -> str:
         [f"[{row['name']}]({row['source']})", *(row[key] for key in ("teachers", "mixer", "tokens", "reported"))]
         for row in read("published_conversions")
     ]
-    return markdown_table(["published by others", "teacher", "mixer", "tokens", "what they report"], lines)
+    table = markdown_table(["published by others", "teacher", "mixer", "tokens", "what they report"], lines)
+    return f"{table}\n\nFrom the papers' abstracts and first pages; empty: these do not say."
 
 
 def one_gpu_distil() -> str:

@@ -74,28 +74,31 @@ class Costs:
 
 
 def conversion_costs() -> str:
-    """GPU hours per 100M tokens by size and mixer, and those of two whole budgets."""
+    """GPU hours per 100M tokens by size, and those of two whole budgets: with gka, and the range of all mixers."""
     costs = Costs()
     recipes = {stage: load_recipe(stage) for stage in ("align", "distill")}
-    bundled = {stage: recipe.steps * recipe.tokens_per_step for stage, recipe in recipes.items()}
     (larger,) = (row for row in read("published_conversions") if "stages" in row)
-    budgets = {"the bundled recipes": bundled, f"as {larger['name']}": larger["stages"]}
+    budgets = {f"`{stage}`, 100M tokens": {stage: 1e8} for stage in recipes} | {
+        "the bundled recipes": {stage: recipe.steps * recipe.tokens_per_step for stage, recipe in recipes.items()},
+        f"as {larger['name']}": larger["stages"],
+    }
     lines = []
     for shape in SHAPES:
-        for mixer in costs.mixers:
-            hours = [costs.hours(shape, mixer, stage, 1e8) for stage in recipes]
-            hours += [sum(costs.hours(shape, mixer, *stage) for stage in of.items()) for of in budgets.values()]
-            lines.append([shape.name, f"`{mixer}`", *(f"{value:.2g}" for value in hours)])
-    head = ["transformer", "mixer", "`align`, 100M tokens", "`distill`, 100M tokens", *budgets]
-    told = [f"{name}, {of['align'] / 1e6:.0f}M and {of['distill'] / 1e6:.0f}M tokens" for name, of in budgets.items()]
+        cells = []
+        for stages in budgets.values():
+            hours = {m: sum(costs.hours(shape, m, *stage) for stage in stages.items()) for m in costs.mixers}
+            cells.append(f"{hours['gka']:.2g} ({min(hours.values()):.2g} to {max(hours.values()):.2g})")
+        lines.append([shape.name, *cells])
+    told = [
+        f"{name}, {' and '.join(f'{tokens / 1e6:.0f}M' for tokens in of.values())} tokens"
+        for name, of in budgets.items()
+    ]
     return (
-        markdown_table(head, lines, figures=True)
-        + f"\n\nHours of one {costs.gpu}; every layer is converted. Budgets of `align` and `distill`: "
-        f"{'; '.join(told)}."
-        f" Measured: a training step of a {TIMED.name} model with each mixer, and the whole pipeline with `gka` at"
-        f" {DISTILLED.name} ({costs.measured['align']:,} and {costs.measured['distill']:,} tokens/s). All other"
-        " figures are computed: matrix products grow with the parameters, the rest with layers x hidden size, times"
-        f" {costs.factor:.2f}, by which the measured pipeline is slower than the sum of its parts."
+        markdown_table(["transformer", *budgets], lines, figures=True)
+        + f"\n\nHours of one {costs.gpu} with `gka` (from the fastest to the slowest of {len(costs.mixers)} mixers);"
+        f" every layer is converted. Tokens of `align` and `distill`: {'; '.join(told[2:])}. Measured: a training step"
+        f" of a {TIMED.name} model with each mixer, and the whole pipeline with `gka` at {DISTILLED.name}"
+        f" ({costs.measured['align']:,} and {costs.measured['distill']:,} tokens/s). The rest is computed."
     )
 
 

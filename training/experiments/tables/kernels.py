@@ -50,10 +50,8 @@ OPS = [
 # of the gated delta rule: decays, tokens, passes, goals in ms, and what was predicted before the run
 DELTA = [
     ("head", 8192, ("fwd", "fwd+bwd"), (0.6, 2.0), "0.70 to 0.80 / 2.3 to 2.6"),
-    ("head", 32768, ("fwd", "fwd+bwd"), (None, None), ""),
     ("head", 1, ("decode_graph",), (None,), ""),
     ("channel", 8192, ("fwd", "fwd+bwd"), (0.84, 2.8), "1.0 to 1.3 / 3.5 to 4.5"),
-    ("channel", 32768, ("fwd", "fwd+bwd"), (None, None), ""),
     ("channel", 1, ("decode_graph",), (None,), ""),
 ]
 FLA = {"op": "ssd", "by": "fla chunk_simple_gla, refusal lifted"}  # the goal of gla
@@ -89,8 +87,8 @@ def _on_gpu(rows: list[dict], op: str, arch: str) -> str:
 
 
 def gpu_generations() -> str:
-    """One line per op, or per group of its sizes that differ on some GPU; one column per generation of GPUs."""
-    rows, lines = read("gpu_generations"), []
+    """One line per group of ops and sizes that run alike on every GPU; one column per generation of GPUs."""
+    rows, lines = read("gpu_generations"), {}
     archs = [arch for arch in EXAMPLES if any(row["arch"] == arch for row in rows)]
     for op in dict.fromkeys(row["op"] for row in rows):
         groups: dict[tuple, list[int]] = {}
@@ -99,7 +97,9 @@ def gpu_generations() -> str:
             cells = tuple(_on_gpu([row for row in found if row["arch"] == arch], op, arch) for arch in archs)
             groups.setdefault(cells, []).append(size)
         for cells, sizes in groups.items():
-            lines.append([f"`{op}`" + (f", size {', '.join(map(str, sizes))}" if len(groups) > 1 else ""), *cells])
+            name = f"`{op}`" + (f" {' and '.join(map(str, sizes))}" if len(groups) > 1 else "")
+            lines.setdefault(cells, []).append(name)
+    lines = [[", ".join(names), *cells] for cells, names in lines.items()]
     limits = {row["arch"]: f"{row['limit'] // 1024} KiB" for row in rows}
     lines.append(["shared memory", *(limits[arch] for arch in archs)])
     found = {name: {(r["arch"], r["op"], r["size"]) for r in rows if r["dtype"] == name} for name in DTYPES}
@@ -200,8 +200,10 @@ def delta_times() -> str:
         lines.append([f"one per {per}", " x ".join(map(str, shape)), predicted, *cells])
     (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
     head = ["decays", "B x T x H x D", "predicted", "goal", "ms", "GPU alone"]
-    note = f"ms of forward / forward and backward, or of a decode step. {gpu}, commit {commit}, one run. `h100.json`."
-    return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nThe gated delta rule, bfloat16: ms of forward / forward and"
+        f" backward, or of a decode step. {gpu}, commit {commit}, one run. `h100.json`."
+    )
 
 
 def _slashed(values) -> str:
@@ -209,14 +211,16 @@ def _slashed(values) -> str:
 
 
 def cpu_goals() -> str:
-    """Goals on a CPU, as parts of attention's time."""
+    """Goals on a CPU, as parts of attention's time, with one and with two threads."""
     rows, lines = [row for row in read("cpu") if row["native"]], []
     found = {(row["shape"], row["threads"], row["mixer"], row["phase"]): row["cpu_ms"] for row in rows}
-    for shape, threads in dict.fromkeys(key[:2] for key in found):
+    threads = sorted({key[1] for key in found})
+    for shape in dict.fromkeys(key[0] for key in found):
         for phase, name, goal in CPU:
-            of = found[shape, threads, "attention", phase]
-            parts = [found[shape, threads, mixer, phase] / of for mixer in MIXERS]
-            cells = [f"{part:.2f}" + ("" if round(part, 2) <= goal else " missed") for part in parts]
-            lines.append([f"{name}, {shape} model, {threads} thread{'s' * (threads > 1)}", f"<= {goal:g}", *cells])
+            cells = []
+            for mixer in MIXERS:
+                parts = [found[shape, n, mixer, phase] / found[shape, n, "attention", phase] for n in threads]
+                cells.append(" / ".join(f"{part:.2f}" + " missed" * (round(part, 2) > goal) for part in parts))
+            lines.append([f"{name}, {shape} model", f"<= {goal:g}", *cells])
     table = markdown_table(["of attention's time", "goal", *(f"`{mixer}`" for mixer in MIXERS)], lines, figures=True)
-    return f"{table}\n\nNative code, processor time. `cpu.json`."
+    return f"{table}\n\nWith {' / '.join(map(str, threads))} threads; native code, processor time. `cpu.json`."

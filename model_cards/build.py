@@ -79,6 +79,7 @@ def card(folder: Path) -> str:
             ["model", "attention layers", "perplexity", "ratio", "same token", "KL"], evaluation
         ),
         training=markdown_table(["model", "stage", "steps", "tokens", "last loss", "time"], training),
+        needle_error=f"{50 / min(row['answers'] for row in main['recall']['words']) ** 0.5:.0f}",
         recall=markdown_table(["probe", "model", *(f"{length} tokens" for length in lengths)], recall),
         layer_kl=", ".join(map(str, main["layer_kl"])),
         **{key: main[key] for key in ("device", "torch", "transformers")},

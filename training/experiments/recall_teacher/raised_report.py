@@ -6,6 +6,7 @@ from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import (
+    error_note,
     groups,
     mean_text,
     probe_cells,
@@ -48,7 +49,8 @@ def raised_table(runs: dict[str, dict], grid: dict) -> str:
         lines.append([name_of(name, run), state, read, *figures, *probe_cells([run])])
     commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
     hardware = next(iter(runs.values()))["environment"]["hardware"]
-    return f"{markdown_table(head, lines, figures=True)}\n\n{hardware}, commits {', '.join(commits)}."
+    notes = f"One recipe, written for GKA. {error_note([*runs.values()])} {hardware}, commits {', '.join(commits)}."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{notes}"
 
 
 def plot(files: list[dict], path) -> None:

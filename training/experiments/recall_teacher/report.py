@@ -70,6 +70,26 @@ def letters_of(rows: list[dict]) -> str:
     return ", ".join(dict.fromkeys("".join((LETTERS | WINDOW)[kind] for kind in row["types"]) for row in rows))
 
 
+def largest_error(students: list[dict]) -> str:
+    """The largest standard error, in points, of a share of needles of one of these students, at `GATE_LENGTH`."""
+    counts = {
+        sum(row["answers"] for row in student["recall"] if (row["task"], row["length"]) == ("niah", GATE_LENGTH))
+        for student in students
+    }
+    return f"{50 / min(counts) ** 0.5:.0f}"
+
+
+ONE_RATE = "One learning rate for all mixers and windows, tuned for none of them."
+
+
+def error_note(students: list[dict]) -> str:
+    """How exact the shares of the tables of students are."""
+    return (
+        f"For one seed a share of needles or two hops may be off by {largest_error(students)} points (its largest"
+        " standard error)."
+    )
+
+
 def probe_titles() -> list[str]:
     """The columns of recall of both tables of students."""
     return [f"{PROBES[task][2]}, {length}" for task, length in SHOWN]
@@ -129,7 +149,10 @@ def mixtures_table(results: dict) -> str:
             )
     letters = ", ".join(f"{letter} {name}" for name, letter in (LETTERS | WINDOW).items())
     letters += " (attention over the last 64 tokens, a control)"
-    note = f"{letters}. Means over seeds; every student was trained on {tokens_of(results) / 1e6:.1f}M tokens."
+    note = (
+        f"{letters}. Means over seeds; every student was trained on {tokens_of(results) / 1e6:.1f}M tokens. {ONE_RATE}"
+    )
+    note += f" {error_note([row for rows in found.values() for row in rows])}"
     return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
 
@@ -142,13 +165,13 @@ def tokens_of(results: dict) -> int:
 def section(results: dict) -> str:
     """The table of students, and what they were trained on."""
     own = results["settings"]
-    counts = sorted({len(rows) for rows in groups(results).values()})
+    found = groups(results)
+    counts = sorted({len(rows) for rows in found.values()})
     note = (
         f"Means of {' or '.join(map(str, counts))} seeds. {own['align_steps']} steps of align and"
-        f" {own['distill_steps']} of distill, {own['batch_size'] * own['block_size']} tokens each. One learning rate"
-        " for all mixers and windows, tuned for none of them. Exact answers in % by the length of the context; a share"
-        " of needles or two hops is of 40 answers for each seed, so its standard error is up to 8 points."
-        f" {measured_at(results)}."
+        f" {own['distill_steps']} of distill, {own['batch_size'] * own['block_size']} tokens each. {ONE_RATE}"
+        " Exact answers in % by the length of the context."
+        f" {error_note([row for rows in found.values() for row in rows])} {measured_at(results)}."
     )
     return f"{table(results)}\n\n{note}"
 

@@ -11,7 +11,7 @@ from hf_memmix.training.evaluation.probes.counted import shares_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, TIMED
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
-from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
+from hf_memmix.training.experiments.recall_teacher.report import ONE_RATE, groups, largest_error, share_text, tokens_of
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.smollm2.arms_report import finished
 from hf_memmix.training.experiments.tables.costs import Costs
@@ -120,18 +120,13 @@ def mixers() -> str:
     head = ["mixer", "no attention kept: ratio", *columns]
     head += [f"{KEPT} of 12 kept: ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
     parameters = read("teacher_kept")["parameters"]
-    (answers,) = {  # to needles at this length, of one seed
-        sum(row["answers"] for row in student["recall"] if (row["task"], row["length"]) == ("niah", GATE_LENGTH))
-        for key in shown
-        for student in found[key]
-    }
+    error = largest_error([student for key in shown for student in found[key]])
     seeds = ", ".join(map(str, sorted({len(found[key]) for key in shown})))
     return (
         markdown_table(head, rows, figures=True)
         + f"\n\nA transformer of {parameters / 1e6:.0f}M parameters that was trained to recall, converted and trained"
-        f" on {tokens_of(results) / 1e6:.1f}M tokens; means of {seeds} seeds; one learning"
-        " rate for all mixers and windows, tuned for none of them. Ratio of perplexities, and KL: on held-out text."
-        f" Needle and MQAR (32 pairs): exact answers at {GATE_LENGTH} tokens; needles may be off by"
-        f" {50 / answers**0.5:.0f} points. Kept layers: chosen by `memmix select`. Memory: the cache of one"
-        f" sequence in bf16 without kept layers, computed by `memmix convert --dry-run`. {measured_at(results)}."
+        f" on {tokens_of(results) / 1e6:.1f}M tokens; means of {seeds} seeds. {ONE_RATE}"
+        f" Ratio of perplexities, and KL: on held-out text. Needle and MQAR (32 pairs): exact answers at {GATE_LENGTH}"
+        f" tokens; needles may be off by {error} points. Kept layers: chosen by `memmix select`. Memory: the cache of"
+        f" one sequence in bf16 without kept layers, computed by `memmix convert --dry-run`. {measured_at(results)}."
     )

@@ -128,10 +128,9 @@ def test_a_seed_trains_as_it_does_alone():
 
 def test_four_directions():
     """Turning the image over exchanges two directions; the paper's parameter counts."""
-    counts = {"coffee": 3385, "coffee with output filter": 3585, "S6": 5885}
-    for name, count in counts.items():
-        torch.manual_seed(0)
-        model = coffee_images.FourDirections(name, 25, 2, copies=2)
+    counts = {("coffee", 2): 3385, ("coffee with output filter", 2): 3585, ("S6", 2): 5885, ("S6", 16): 10085}
+    for (name, states), count in counts.items():
+        model = coffee_images.FourDirections(name, 25, states, copies=2)
         assert sum(p.numel() for p in model.parameters()) == 2 * count
     model = coffee_images.FourDirections("coffee", 5, 2, copies=1).double()
     seen = []
@@ -142,6 +141,23 @@ def test_four_directions():
     rows, columns, up, left = seen[0][0].unflatten(1, (4, 5)).unbind(1)
     assert torch.equal(rows, image[0, 0]) and torch.equal(columns, image[0, 0].T)
     assert torch.equal(up, rows.flip(0)) and torch.equal(left, columns.flip(0))
+
+
+def test_pixels_are_one_sequence():
+    """A classifier of pixels is COFFEE over the 784 pixels, row by row, then GELU and a linear layer for each copy."""
+    model = coffee_images.Pixels(4, 2, copies=2).double()
+    images = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    for s in range(2):
+        x, outputs = torch.zeros(3, 2, dtype=torch.float64), []
+        for pixel in images[s].flatten(1).unbind(1):
+            gate = torch.sigmoid(model.layer.w[s, 0] * x)
+            x = (1 + model.layer.lam[s, 0] * gate) * x + gate * pixel[:, None]
+            outputs.append((model.layer.C[s, 0] * x).sum(-1))
+        logits = F.gelu(torch.stack(outputs, 1)) @ model.weights[0][s] + model.biases[0][s]
+        torch.testing.assert_close(model(images)[s], logits)
+    alone = coffee_images.Pixels(4, 0, copies=2).double()
+    expected = F.gelu(images.flatten(2)) @ alone.weights[0] + alone.biases[0]
+    torch.testing.assert_close(alone(images), expected)
 
 
 def test_rows_of_two_files_are_trained_together(tmp_path, monkeypatch):

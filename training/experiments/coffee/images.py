@@ -1,12 +1,15 @@
-"""Table 7 of the COFFEE paper: layers read an image in four directions, and their last outputs classify it.
+"""Table 7 of the COFFEE paper, and the images as sequences of pixels of its Appendix I.2.1.
 
     python -m hf_memmix.training.experiments.coffee.images OUT.json --images mnist_5k.npz
 
-The rows, the columns, the rows in reverse order and the columns in reverse order are four sequences of D features.
-Each has its own layer. Two small linear layers follow (Appendix I). All seeds of a setting are trained at once. The
-reported accuracy is that after the last step, so the test images are not used for any choice.
+Table 7: the rows, the columns, the rows in reverse order and the columns in reverse order are four sequences of D
+features. Each has its own layer. Two small linear layers classify the last outputs. Appendix I.2.1: one layer with
+one feature reads the 784 pixels, and a linear layer of all 784 outputs classifies them; the same without the first
+layer shows what the linear layer does alone. All seeds of a setting are trained at once. The reported accuracy is that
+after the last step, so the test images are not used for any choice.
 """
 
+import itertools
 import math
 import time
 from pathlib import Path
@@ -20,24 +23,30 @@ from torch import Tensor, nn
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.experiments.coffee.baselines import S6Layer
 from hf_memmix.training.experiments.coffee.trainer import Run, train
-from hf_memmix.training.experiments.common.mnist import read_parts
-from hf_memmix.training.experiments.common.options import Images
+from hf_memmix.training.experiments.common.mnist import CLASSES, read_parts
+from hf_memmix.training.experiments.common.mnist import SIZE as WHOLE
+from hf_memmix.training.experiments.common.options import Images, check_names
 from hf_memmix_kernels import chunk_coffee
 
 DIRECTIONS = 4
-SIZE = 25  # of the cropped images
+SIZE = 25  # of the cropped images of Table 7
 MAX_ANGLE = math.radians(5)
 MAX_SHIFT = 0.01
-# the paper's accuracies on MNIST by model and states
+# the paper's accuracies on MNIST by model and states, with the sequence of pixels last
+PIXELS, LINEAR = "pixels: coffee", "pixels: linear layer alone"
 PAPER = {("coffee", 2): 0.966, ("coffee with output filter", 2): 0.970, ("S6", 2): 0.282, ("S6", 16): 0.286}
+PAPER |= {(PIXELS, 8): 0.936, (LINEAR, 0): 0.920}
+NAMES = [f"{model} n={states}" for model, states in PAPER]
+# the rate falls to 0.005 when the training loss is below this value
+LOWER_RATE_BELOW = {PIXELS: 0.15, LINEAR: 0.15}
 
 
 class CoffeeLayers(nn.Module):
-    """The COFFEE layers of four directions and S copies of the model, computed as features of one layer."""
+    """The COFFEE layers of all directions and S copies of the model, computed as features of one layer."""
 
-    def __init__(self, dim: int, states: int, copies: int, output_filter: bool):
+    def __init__(self, features: int, states: int, copies: int, output_filter: bool = False):
         super().__init__()
-        shape = (copies, DIRECTIONS * dim, states)
+        shape = (copies, features, states)
         self.lam = nn.Parameter(torch.zeros(shape))
         self.w = nn.Parameter(torch.randn(shape))
         self.C = nn.Parameter(torch.randn(shape))
@@ -48,26 +57,30 @@ class CoffeeLayers(nn.Module):
         parameters = (p.flatten(0, 1) for p in (self.lam, self.w, self.C))
         return chunk_coffee(u, *parameters, w_filter)[0][:, u.shape[1] - last :]
 
+    @torch.no_grad()
+    def project_(self):
+        """Clamp lambda to [-2, 0] in place."""
+        self.lam.clamp_(-2, 0)
+
+
+def linear_layers(copies: int, *sizes: int) -> tuple[nn.ParameterList, nn.ParameterList]:
+    """Weights [S, n, m] and biases [S, 1, m] of S copies of linear layers of these sizes, as nn.Linear draws them."""
+    pairs = [(n, m, n**-0.5) for n, m in itertools.pairwise(sizes)]
+    weights = nn.ParameterList(torch.empty(copies, n, m).uniform_(-bound, bound) for n, m, bound in pairs)
+    return weights, nn.ParameterList(torch.empty(copies, 1, m).uniform_(-bound, bound) for _, m, bound in pairs)
+
 
 class FourDirections(nn.Module):
-    """S copies of a classifier: images [S, B, D, D] to logits [S, B, 10]. `model` is a name in `PAPER`."""
+    """S copies of a classifier: images [S, B, D, D] to logits [S, B, 10]. `model` is a name of Table 7 in `PAPER`."""
 
-    def __init__(self, model: str, dim: int, states: int, copies: int, classes: int = 10):
+    def __init__(self, model: str, dim: int, states: int, copies: int):
         super().__init__()
         self.copies, self.dim = copies, dim
         if model == "S6":
             self.layers = S6Layer(dim, states, copies * DIRECTIONS)
         else:
-            self.layers = CoffeeLayers(dim, states, copies, output_filter=model != "coffee")
-        sizes = (DIRECTIONS * dim, dim, classes)
-        bounds = [n**-0.5 for n in sizes[:2]]
-        self.weights = nn.ParameterList(
-            torch.empty(copies, n, m).uniform_(-bound, bound)
-            for n, m, bound in zip(sizes[:2], sizes[1:], bounds, strict=True)
-        )
-        self.biases = nn.ParameterList(
-            torch.empty(copies, 1, m).uniform_(-bound, bound) for m, bound in zip(sizes[1:], bounds, strict=True)
-        )
+            self.layers = CoffeeLayers(DIRECTIONS * dim, states, copies, output_filter=model != "coffee")
+        self.weights, self.biases = linear_layers(copies, DIRECTIONS * dim, dim, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         ways = [images, images.transpose(2, 3), images.flip(2), images.transpose(2, 3).flip(2)]
@@ -77,11 +90,33 @@ class FourDirections(nn.Module):
         hidden = F.gelu(torch.baddbmm(self.biases[0], y, self.weights[0]))
         return torch.baddbmm(self.biases[1], hidden, self.weights[1])
 
-    @torch.no_grad()
     def project_(self):
-        """Clamp lambda to [-2, 0] in place."""
+        """Bring lambda back into [-2, 0]."""
         if isinstance(self.layers, CoffeeLayers):
-            self.layers.lam.clamp_(-2, 0)
+            self.layers.project_()
+
+
+class Pixels(nn.Module):
+    """S copies of the classifier of Appendix I.2.1: images [S, B, H, W] to logits [S, B, 10].
+
+    states: those of the COFFEE layer; 0: without this layer.
+    """
+
+    def __init__(self, size: int, states: int, copies: int):
+        super().__init__()
+        self.layer = CoffeeLayers(1, states, copies) if states else None
+        self.weights, self.biases = linear_layers(copies, size**2, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        y = images.flatten(2)
+        if self.layer is not None:
+            y = self.layer(y.permute(1, 2, 0), y.shape[2]).permute(2, 0, 1)
+        return torch.baddbmm(self.biases[0], F.gelu(y), self.weights[0])
+
+    def project_(self):
+        """Bring lambda back into [-2, 0]."""
+        if self.layer is not None:
+            self.layer.project_()
 
 
 def roto_translated(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -102,6 +137,7 @@ def make_run(
     """The training of `seeds` classifiers on `data`: images, labels, test images and test labels."""
     images, labels, test_images, test_labels = data
     torch.manual_seed(seed)
+    pixels, size = model in LOWER_RATE_BELOW, images.shape[2]
 
     def draw(count, generator):
         index = torch.randint(len(images), (seeds, count), device=images.device, generator=generator)
@@ -115,23 +151,23 @@ def make_run(
     epoch = -(-len(images) // batch)
     return Run(
         name=f"{model} n={states}",
-        model=FourDirections(model, images.shape[2], states, seeds),
+        model=Pixels(size, states, seeds) if pixels else FourDirections(model, size, states, seeds),
         draw=draw,
         test=test,
         seed=seed,
         batch=batch,
         iterations=epochs * epoch,
         evaluate_every=5 * epoch,
-        lower_rate=(0.45, 0.005),
+        lower_rate=(LOWER_RATE_BELOW.get(model, 0.45), 0.005),
         info={"model": model, "states": states, "paper_on_mnist": PAPER[model, states]},
     )
 
 
-def mnist_5k(file: Path, device: torch.device) -> tuple[Tensor, ...]:
-    """Training images, labels, test images and labels: floats in [0, 1] [N, 25, 25], cropped as in the paper."""
+def mnist_5k(file: Path, device: torch.device, size: int = SIZE) -> tuple[Tensor, ...]:
+    """Training images, labels, test images and test labels: floats in [0, 1] [N, size, size] from the middle."""
     parts = read_parts(file)
     (train, labels), (more, more_labels), (test, test_labels) = (parts[name] for name in ("train", "dev", "test"))
-    crop = slice((train.shape[1] - SIZE) // 2, (train.shape[1] - SIZE) // 2 + SIZE)
+    crop = slice((train.shape[1] - size) // 2, (train.shape[1] - size) // 2 + size)
     images = (found[:, crop, crop].float() / 255 for found in (torch.cat([train, more]), test))
     found = zip(images, (torch.cat([labels, more_labels]), test_labels), strict=True)
     return tuple(tensor.to(device) for part in found for tensor in part)
@@ -143,16 +179,19 @@ def main(
     epochs: int = 600,
     seeds: int = 5,
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
+    models: Annotated[list[str], typer.Option(help="classifiers to train; repeatable")] = NAMES,
 ) -> None:
-    """Train every classifier on 4,000 images of MNIST."""
+    """Train classifiers on 4,000 images of MNIST."""
+    check_names("--models", models, NAMES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = mnist_5k(images, device)
+    sizes = {model: WHOLE if model in LOWER_RATE_BELOW else SIZE for model, _ in PAPER}
+    parts = {size: mnist_5k(images, device, size) for size in set(sizes.values())}
     start = time.perf_counter()
-    models = [key for key in PAPER if key != ("S6", 16)]
-    found = train([make_run(*key, parts, epochs, seeds) for key in models], device, seconds)
+    chosen = [key for key, name in zip(PAPER, NAMES, strict=True) if name in models]
+    found = train([make_run(*key, parts[sizes[key[0]]], epochs, seeds) for key in chosen], device, seconds)
     report = {
         "environment": environment(device),
-        "data": {"name": "mnist_5k", "train": len(parts[0]), "test": len(parts[2]), "size": parts[0].shape[2]},
+        "data": {"name": "mnist_5k", "train": len(parts[SIZE][0]), "test": len(parts[SIZE][2])},
         "seconds": round(time.perf_counter() - start, 1),
         "runs": found,
     }

@@ -62,6 +62,7 @@ def _images(found: dict) -> str:
         figures = (spread_text(run["last"]["accuracy"], 3), *_spread(run["last"]["accuracy"]))
         epochs = run["iterations"] / -(-data["train"] // run["batch"])
         rows.append((name, run["parameters"], run["paper_on_mnist"], *figures, run["seeds"], f"{epochs:.0f}"))
-    title = f"**Table 7, on {data['name']}** ({data['train']} training images of {data['size']} x {data['size']})"
+    size = f" of {data['size']} x {data['size']}" if "size" in data else ""
+    title = f"**Table 7, on {data['name']}** ({data['train']} training images{size})"
     table = markdown_table(IMAGES_HEAD, rows)
     return f"{title}\n\n{table}\n\nThe figure of a seed is its accuracy at the end of the training, on test images."

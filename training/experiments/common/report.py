@@ -2,7 +2,6 @@
 language models.
 """
 
-import statistics
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -69,26 +68,22 @@ def memory_text(settings: dict, model: str) -> tuple[str, str]:
 
 
 def language_table(results: dict, rows: list[dict], reference: str, in_paper: dict) -> str:
-    """A table of perplexities by context, and the order of the models at each context.
+    """A table of perplexities by context.
 
     Each perplexity has its distance in percent from the reference model, at the seeds that both have, and the paper's
     distance if the paper has one.
     """
     contexts = results["settings"]["contexts"]
-    names, lines, orders = dict.fromkeys(row["model"] for row in rows), {}, []
+    names, lines = dict.fromkeys(row["model"] for row in rows), {}
     for context in contexts:
         chosen = {name: chosen_rows(rows, model=name, context=context) for name in names}
         chosen = {name: found for name, found in chosen.items() if found}
-        ours = {name: statistics.fmean(row["perplexity"] for row in found) for name, found in chosen.items()}
-        paper = {name: in_paper[name][context] for name in ours if context in in_paper.get(name, {})}
+        paper = {name: in_paper[name][context] for name in chosen if context in in_paper.get(name, {})}
         for name, found in chosen.items():
             distances = (above(found, chosen.get(reference, [])), paper_above(paper, name, reference))
             tried = [row for row in results["rows"] if matches(row, {"model": name, "context": contexts[0]})]
             cells = (mean_of_rows(found, "perplexity", 2), *distances)
             lines.setdefault(name, {})[context] = (*cells, rate_text(tried, found[0]["lr"]))
-        for whose, figures in (("here", ours), ("paper", paper)):
-            if figures:
-                orders.append(f"Order at {context}, {whose}: {' < '.join(sorted(figures, key=figures.get))}.")
     head = ["model", "memory, floats per layer", "convolved", "rate"]
     for context in contexts:
         head += [str(context), f"above {reference}", *(["paper"] if in_paper else [])]
@@ -98,7 +93,7 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
         for context in contexts:
             row += cells.get(context, ("", "", ""))[: 3 if in_paper else 2]
         table.append(row)
-    return f"{markdown_table(head, table)}\n\n" + "\n".join(orders)
+    return markdown_table(head, table)
 
 
 def rows_table(results: dict, by: str, *figures: str) -> str:
@@ -128,35 +123,6 @@ def rows_table(results: dict, by: str, *figures: str) -> str:
     head += [key + (", %" if factor == "100" else "") for key, _, factor in shown]
     note = f"{SPREAD_NOTE} {measured_at(results)}." if has_seeds else f"{measured_at(results)}."
     return f"{markdown_table(head + (['seeds'] if has_seeds else []), lines)}\n\n{note}"
-
-
-def rates_table(results: dict) -> str:
-    """The perplexity of each model at each learning rate that was tried, at the shortest context, with the first seed.
-
-    The rate with the lowest development loss is bold. "diverged": a loss that is not finite.
-    """
-    context = results["settings"]["contexts"][0]
-    tried: dict[str, dict[float, dict]] = {}
-    for row in results["rows"]:
-        if "finite" in row and matches(row, {"context": context, "seed": 0}):
-            tried.setdefault(row["model"], {})[row["lr"]] = row
-    rates = sorted({lr for rows in tried.values() for lr in rows})
-    table = []
-    for name in [name for name in results["settings"]["models"] if name in tried]:
-        best = chosen_rows(list(tried[name].values()), model=name)
-        cells = [name]
-        for lr in rates:
-            row = tried[name].get(lr)
-            text = "" if row is None else _perplexity_text(row)
-            cells.append(f"**{text}**" if best and row is best[0] else text)
-        table.append(cells)
-    return markdown_table(["model", *(f"{lr:g}" for lr in rates)], table)
-
-
-def _perplexity_text(row: dict) -> str:
-    if "perplexity" in row:
-        return f"{row['perplexity']:.2f}"
-    return "not measured" if row["finite"] else "diverged"
 
 
 def caption(results: dict, failed: list[dict], spread: str = SPREAD_NOTE) -> str:
@@ -194,7 +160,7 @@ def cells_not_run(results: dict) -> str:
 
 
 def language_section(results: dict, reference: str, in_paper: dict) -> str:
-    """The table of language models with its caption, and the table of all learning rates."""
+    """The table of language models with its caption."""
     rows, failed = trained_and_failed(results)
     table = language_table(results, rows, reference, in_paper)
     missing = [name for name in results["settings"]["models"] if not any(r["model"] == name for r in results["rows"])]
@@ -204,6 +170,4 @@ def language_section(results: dict, reference: str, in_paper: dict) -> str:
     return (
         f"{table}\n\n{caption(results, failed, spread)} Distances in percent are at the seeds that both models have."
         f"{cells_not_run(results)}{planned}"
-        f"\n\nPerplexity at {results['settings']['contexts'][0]} by"
-        f" learning rate, first seed; bold: the lowest development loss:\n\n{rates_table(results)}"
     )

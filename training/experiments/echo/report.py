@@ -102,17 +102,10 @@ def transfer_tables(results: dict) -> str:
     by_length.append(
         ("development loss", *(spread_text([r.get("dev_loss") for r in rows], 4) for rows in found.values()))
     )
-    ska = next((rows for (model, _), rows in found.items() if model == "ska"), [])
-    refreshed = [
-        (length, _figures([mean_of(r, TRAINED, [length], "refreshed") for r in ska if "refreshed" in r]))
-        for length in lengths
-    ]
     tables = [
         "**Tasks**, by model and learning rate (paper)", markdown_table(("task", *head), tasks),
         "**Length, tokens** (paper)", markdown_table(("length", *head), by_length),
     ]  # fmt: skip
-    if any(text for _, text in refreshed):
-        tables += ["**SKA refreshed at every token**", markdown_table(("length", "SKA, true mask"), refreshed)]
     return "\n\n".join([*tables, _sizes(found)])
 
 

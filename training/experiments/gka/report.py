@@ -52,31 +52,7 @@ def missing_cells(results: dict) -> str:
     return f" Planned and not run: {'; '.join(missing)}." if missing else ""
 
 
-def accuracy_text(row: dict) -> str:
-    """The accuracy of a row in percent; "diverged" if its loss was not finite."""
-    return f"{100 * row['accuracy']:.1f}" if "accuracy" in row else "diverged"
-
-
-def accuracies_by_rate(results: dict) -> str:
-    """One table per cell: the accuracy of each model at each rate with the first seed; bold: the chosen rate."""
-    finished, tables = [row for row in results["rows"] if "finite" in row and row["seed"] == 0], []
-    for length, pairs in cells_in(finished):
-        rows = [row for row in finished if (row["length"], row["pairs"]) == (length, pairs)]
-        rates = sorted({row["lr"] for row in rows})
-        lines = []
-        for name in dict.fromkeys(row["model"] for row in rows):
-            of_rate = {row["lr"]: row for row in rows if row["model"] == name}
-            texts = {lr: accuracy_text(row) for lr, row in of_rate.items()}
-            for best in chosen_rows(list(of_rate.values()), model=name):
-                texts[best["lr"]] = f"**{texts[best['lr']]}**"
-            lines.append([name, *(texts.get(lr, "") for lr in rates)])
-        head = [f"{length} tokens, {pairs} pairs, at rate", *(f"{lr:g}" for lr in rates)]
-        tables.append(markdown_table(head, lines))
-    return "\n\n".join(tables)
-
-
 def recall(results: dict) -> str:
-    """The table with its caption, and the accuracies at all learning rates."""
+    """The table with its caption."""
     _, failed = trained_and_failed(results)
-    text = f"{recall_table(results)}\n\n{caption(results, failed)} In brackets: each seed.{missing_cells(results)}"
-    return f"{text}\n\n{accuracies_by_rate(results)}"
+    return f"{recall_table(results)}\n\n{caption(results, failed)} In brackets: each seed.{missing_cells(results)}"

@@ -11,6 +11,7 @@ from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, P
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 WINDOW = {"window": "W"}  # attention over the last tokens: a control, no mixer
 SHOWN = (("niah", 1024), ("niah", 2048), ("variables", 1024), ("mqar_32", 1024), ("mqar_32", 2048), ("mqar", 1024))
+MOST_KEPT = 3  # kept layers of the students in the table; the picture has those with more
 MIXED = {  # layouts of several mixers, and the layouts of one kind that they are compared with
     "select, bytes of gka": ("gka",),
     "select, bytes of lattice": ("lattice", "window-64"),
@@ -118,6 +119,8 @@ def table(results: dict) -> str:
     if teacher:
         lines.append(["all", "", "teacher", "grows", "1", "0", *probe_cells(teacher)])
     for (keep, how, name), rows in groups(results).items():
+        if keep > MOST_KEPT:
+            continue
         layers = letters_of(rows) if how == "mixture" else how if keep else ""
         figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
         state = bytes_text(rows[0]["state_bytes"])

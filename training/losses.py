@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memmix.errors import UserError
 from hf_memmix.training.chunk_sums import sum_over_chunks
@@ -24,17 +24,19 @@ def relative_mse(student: Tensor, target: Tensor, mask: Tensor | None = None) ->
     `mask` [B, T] is 1 at the tokens that are used. No gradient flows to the target. The value is finite also if the
     target is zero.
     """
-    error, size = squares(student, target, mask)
+    error, size = Squares()(student, target, mask)
     return error / size.clamp_min(1e-12)
 
 
-def squares(student: Tensor, target: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of `relative_mse`."""
-    error = (student.float() - target.detach().float()).square().sum(-1)
-    size = target.detach().float().square().sum(-1)
-    if mask is not None:
-        error, size = error * mask, size * mask
-    return error.sum(), size.sum()
+class Squares(nn.Module):
+    """Numerator and denominator of `relative_mse`; a module, so that it can be compiled."""
+
+    def forward(self, student: Tensor, target: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        error = (student.float() - target.detach().float()).square().sum(-1)
+        size = target.detach().float().square().sum(-1)
+        if mask is not None:
+            error, size = error * mask, size * mask
+        return error.sum(), size.sum()
 
 
 def mean_over_processes(tensor: Tensor) -> Tensor:

@@ -68,8 +68,10 @@ class Recipe:
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
     cuda_graph: record the forward and backward pass of a step once and repeat it, see `step_graph`; "auto": where it
-        can be done, that is on one GPU, without `pack`, `gradient_checkpointing`, `quantize`, sharding and
-        `torch_compile`. Other steps, and all if recording fails, run without it.
+        can be done, that is on one GPU, without `pack`, `gradient_checkpointing`, `quantize`, `layerdrop` of the
+        student and sharding. Other steps, and all if recording fails, run without it.
+    compile: compile the layers of student and teacher by torch.compile, which rounds otherwise: a run must be resumed
+        as it began. Not with `pack`, `quantize` or sharding.
     pack: no layer mixes tokens of two documents. A teacher whose family ignores packing (GPT-OSS, BioGPT) is refused.
     bos: what begins as the tokenizer begins a text, for a tokenizer that adds BOS. "rows": every row, also one that
         is cut in the middle of a document, because a student that generates always reads BOS first; "documents":
@@ -101,6 +103,7 @@ class Recipe:
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
     cuda_graph: str | bool = "auto"
+    compile: bool = False
     pack: bool = False
     bos: str = "rows"
     loss: str = "all"
@@ -151,6 +154,11 @@ class Recipe:
             if (value := getattr(self, name)) != idle and self.teacher != "lora":
                 raise UserError(
                     f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
+                )
+        for name, idle in (("pack", False), ("quantize", "none")):
+            if self.compile and (value := getattr(self, name)) != idle:
+                raise UserError(
+                    f"compile is true, which does not work with {name}: {value}; set one of them to {idle}"
                 )
         if self.far_weight and self.stage != "align":
             raise UserError(f"far_weight is {self.far_weight:g}, but only align compares attentions; leave it out")

@@ -33,9 +33,6 @@ def obstacle(recipe: Recipe, device: torch.device, sharded: bool = False) -> str
     reasons = {
         "several processes share a step": launch.processes() > 1,
         "the launch file shards its weights (FSDP, DeepSpeed)": sharded,
-        "the Trainer compiles it (torch_compile)": any(
-            value for name, value in recipe.trainer.items() if name.startswith("torch_compile")
-        ),
         "the shape of packed documents differs from step to step (pack)": recipe.pack,
         "activations are computed again (gradient_checkpointing)": recipe.gradient_checkpointing,
         "quantised matrices are computed by another library (quantize)": recipe.quantize != "none",

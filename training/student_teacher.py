@@ -6,6 +6,7 @@ dict, checkpoint or optimizer, and is not sharded.
 """
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -20,7 +21,7 @@ from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training._trainer_hooks import WrappedByUnits
 from hf_memmix.training.capture import Recorder
-from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
+from hf_memmix.training.losses import Squares, chunked_forward_kl, chunked_top_k_kl, mean_over_processes
 from hf_memmix.training.step_graph import StepGraph
 
 
@@ -61,6 +62,10 @@ class StudentTeacher(WrappedByUnits, nn.Module):
 
     def student_names(self) -> dict[str, str]:
         """The student's name of each tensor, by its name in this module."""
+        raise NotImplementedError
+
+    def modules_to_compile(self) -> Iterator[nn.Module]:
+        """The modules, none inside another, that compute most of a step."""
         raise NotImplementedError
 
     def record_steps(self, accumulation: int = 1) -> None:
@@ -120,6 +125,7 @@ class AlignStudentTeacher(StudentTeacher):
         student.requires_grad_(False)
         self.mixers = nn.ModuleDict({str(i): attention_module(student, i) for i in self.layers})
         self.mixers.requires_grad_(True)
+        self.squares = Squares()
         self.checkpointing, self.far_weight = checkpointing, far_weight
         self.far_windows = far_windows(student, self.layers, far_window) if far_weight else None
 
@@ -134,14 +140,27 @@ class AlignStudentTeacher(StudentTeacher):
     def units(self):
         return iter(self.mixers.values())
 
+    def modules_to_compile(self) -> Iterator[nn.Module]:
+        yield from self.mixers.values()
+        yield self.squares
+        for index, layer in enumerate(decoder_layers(self.teacher)):
+            if index not in self.layers:
+                yield layer
+                continue
+            attention = attention_module(self.teacher, index)  # its hook runs the mixer
+            for part in layer.children():
+                # `far_weight` computes the same attention in another way
+                if next(part.parameters(), None) is not None and (part is not attention or not self.far_weight):
+                    yield part
+
     def loss(self, input_ids: Tensor, position_ids: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
         near: list[tuple[Tensor, Tensor]] = []
         far: list[tuple[Tensor, Tensor]] = []
 
         def visit(layer: int, ours: Tensor, theirs: Tensor, share: Tensor | None = None) -> None:
-            near.append(squares(ours, theirs, loss_mask))
+            near.append(self.squares(ours, theirs, loss_mask))
             if share is not None:
-                far.append(squares(ours, theirs, share if loss_mask is None else share * loss_mask))
+                far.append(self.squares(ours, theirs, share if loss_mask is None else share * loss_mask))
 
         run_teacher_forced(
             self.teacher,
@@ -157,7 +176,7 @@ class AlignStudentTeacher(StudentTeacher):
 
 
 def _mean_error(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The mean over layers of errors divided by sizes, see `squares`."""
+    """The mean over layers of errors divided by sizes, see `Squares`."""
     errors, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
     # the same denominator in all processes: then the mean of their losses is the relative error over all tokens
     return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
@@ -194,6 +213,11 @@ class DistillStudentTeacher(StudentTeacher):
 
     def units(self):
         return iter(decoder_layers(self.student))
+
+    def modules_to_compile(self) -> Iterator[nn.Module]:
+        yield from decoder_layers(self.student)
+        if self.teacher is not None:
+            yield from decoder_layers(self.teacher)
 
     def loss(
         self, input_ids: Tensor, position_ids: Tensor | None, loss_mask: Tensor | None = None, **targets: Tensor

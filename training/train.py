@@ -13,6 +13,7 @@ where its kernels round alike in every step, which those of kept attention do no
 
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hf_memmix.conversion.model_files import check_converted, check_transformer
 from hf_memmix.errors import UserError
 from hf_memmix.quantization import refuse_quantized
 from hf_memmix.training import sharded, teachers
+from hf_memmix.training.compiled_layers import check_compile, compiled
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
 from hf_memmix.training.recipe import Recipe, load_recipe, shortened_warmup
@@ -145,9 +147,12 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         if callbacks:
             for default in (ProgressCallback, PrinterCallback):
                 trainer.remove_callback(default)
-        if record_steps(recipe, arguments.device, trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        shards = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        check_compile(recipe, arguments.device, shards)
+        if record_steps(recipe, arguments.device, shards):
             pair.record_steps(recipe.gradient_accumulation)
-        seconds = trainer.run(checkpoint)
+        with compiled(pair.modules_to_compile()) if recipe.compile else nullcontext():
+            seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
             sharded.unshard_student(pair)
         elif recipe.teacher == "lora":  # a GPU that holds the frozen weights may not hold the corrected ones as well

@@ -30,6 +30,9 @@ DECIDED_ELSEWHERE = {
     "bf16": "bf16",
     "fp16": "bf16",
     "parallelism_config": "the launch file of accelerate",
+    "torch_compile": "compile",
+    "torch_compile_backend": "compile",
+    "torch_compile_mode": "compile",
     "gradient_checkpointing": "gradient_checkpointing",
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
     "activation_checkpointing": "gradient_checkpointing",
@@ -186,6 +189,12 @@ def _offloads(given: dict) -> bool:
 
 
 def _check_launch() -> None:
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        raise UserError(
+            f"ACCELERATE_DYNAMO_BACKEND is {backend!r}, which would compile student and teacher as one module; launch"
+            " with --dynamo_backend no and set compile: true in the recipe"
+        )
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return
     for field, (kind, remedy) in SPLIT_SEQUENCES.items():

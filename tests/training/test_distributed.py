@@ -36,6 +36,7 @@ RUN = """
     from tiny_teachers import tiny_teacher
     from transformers import TrainerCallback
     from hf_memmix.conversion import convert_model, save_student
+    from hf_memmix.training import compiled_layers
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.train import Recipe, train
 
@@ -50,6 +51,7 @@ RUN = """
                 os._exit(1)
 
     torch.set_num_threads(1)
+    backend = compiled_layers.BACKEND = os.environ.get("COMPILE")
     out, broken = sys.argv[1], sys.argv[2] == "broken"
     teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
     student = convert_model(teacher, keep=[1])
@@ -58,6 +60,7 @@ RUN = """
     for stage in ("align", "distill"):
         recipe = Recipe(stage=stage, steps=6, batch_size=4, block_size=16, learning_rate=3e-3, rest_learning_rate=1e-3,
                         warmup_steps=1, save_every=3, gradient_checkpointing=stage == "distill", bf16=False,
+                        compile=backend is not None,
                         trainer={"logging_steps": 1, "use_cpu": on_cpu, "disable_tqdm": True,
                                  **json.loads(os.environ.get("TRAINER", "{}"))})
         if broken:
@@ -130,11 +133,11 @@ OFFLOAD = {"TRAINER": json.dumps({"fsdp": "full_shard offload", "fsdp_config": {
 
 
 @pytest.mark.product  # a training in processes of its own
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "offload"])
+@pytest.mark.parametrize("kind", ["ddp", "compiled", "fsdp2", "offload"])
 def test_two_processes_train_what_one_does(tmp_path, alone, kind):
     # before 5.23 the library cannot resume a CPU run of several processes: it maps tensors to "cpu:0"
     broken = parse(transformers.__version__) >= parse("5.23")
-    environment = {"ddp": {}, "fsdp2": fsdp_environment(), "offload": OFFLOAD}[kind]
+    environment = {"ddp": {}, "compiled": {"COMPILE": "eager"}, "fsdp2": fsdp_environment(), "offload": OFFLOAD}[kind]
     result = launch(tmp_path / kind, 2, "broken" if broken else "whole", **environment)
     check_against_one_process(result, alone, tmp_path / kind / "student")
 

@@ -157,7 +157,7 @@ def test_a_step_that_cannot_be_recorded_runs_and_says_so(step, caplog, monkeypat
         ({"pack": True}, "pack"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
         ({"stage": "distill", "teacher": "lora", "quantize": "4bit"}, "quantize"),
-        ({"trainer": {"torch_compile": True}}, "torch_compile"),
+        ({"compile": True}, None),
         ({}, None),
     ],
     ids=lambda value: str(value)[:20],

@@ -100,6 +100,9 @@ def align_by_streaming(
             too little room, or the interrupted run had another recipe, data, student or teacher.
     """
     recipe = recipe_of(recipe, overrides | {"stage": "align"})
+    for name in ("compile", "cuda_graph"):
+        if getattr(recipe, name) is True:
+            raise UserError(f"{name} is true, but --stream trains a layer at a time without it; leave it out")
     if (student is None) == (plan is None):
         raise UserError("give either a student or a plan by which the teacher is converted first")
     teacher = model_folder(Path(teacher))

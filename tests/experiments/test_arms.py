@@ -1,11 +1,13 @@
-"""The arms of SmolLM2: steps that are planned from speed, and one arm from the choice of layers to its table."""
+"""The arms of SmolLM2: which rows are planned, and one arm from the choice of layers to its table."""
 
 import time
 from types import SimpleNamespace
 
 import numpy
 import pytest
+import typer
 
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common import harness
 from hf_memmix.training.experiments.smollm2 import arms, arms_report
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
@@ -27,7 +29,7 @@ def args(tmp_path_factory):
     sizes = {"batch_size": 1, "block_size": 16, "length": 96, "lengths": [96], "samples": 1, "measured_tokens": 64}
     choice = {"choice_samples": 1, "choice_tokens": 96, "window": 4, "sinks": 1, "kept": 1, "seed": 0}
     free = {"free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
-    asked = {"arms": ["window 64", "gka"], "given_steps": "", "budget": 40.0, "deadline": float("inf")}
+    asked = {"arms": ["gka @ times=2"], "given_steps": "3,4", "deadline": float("inf")}
     return SimpleNamespace(
         teacher=folder / "teacher", data=folder, out=folder / "a.json", **sizes, **choice, **free, **asked
     )
@@ -38,41 +40,69 @@ def with_options(args, **changed):
 
 
 @pytest.fixture
-def timed():
-    """The finished rows before the first arm; one arm could not be timed."""
-    teacher = {"step": "teacher", "arm": "teacher", "choice": {"keep": [1]}, "measuring_seconds": 1.0}
-    speed = {"step": "speed", "arm": "window 64", "keep": [1], "align": 0.5, "distill": 0.5}
-    return [teacher, speed, speed | {"arm": "gka", "align": 1.0, "distill": 1.5}]
+def done():
+    """The finished rows after one arm."""
+    trace = [{"layer": layer, "loss": 1.0, "kl": 1.0} for layer in (None, 7, 2, 5)]
+    teacher = {"step": "teacher", "arm": "teacher", "choice": {"keep": [2, 5, 7], "trace": trace}}
+    arm = {"step": "arm", "arm": "gka", "keep": [2, 5, 7], "seed": 0, "align": 10, "distill": 20, "seconds": 30.0}
+    return [teacher, arm]
 
 
-def test_all_arms_have_equal_steps_that_fill_the_budget(args, timed):
-    rows = arms.rows_to_run(timed, args)
-    assert [row["arm"] for row in rows] == args.arms and {row["distill"] / row["align"] for row in rows} == {2}
-    rest = args.budget - 2 * (arms.SLOWER + arms.CONVERSION)
-    (steps,) = {row["align"] for row in rows}
-    assert rest - 5.5 < steps * (0.5 + 2 * 0.5 + 1.0 + 2 * 1.5) <= rest
-    assert arms.rows_to_run(timed[:2], args)[1] == {"step": "speed", "arm": "gka", "keep": [1]}
-    failed = [*timed[:2], {"step": "speed", "arm": "gka", "keep": [1], "error": "no memory"}]
-    assert [row["arm"] for row in arms.rows_to_run(failed, args)] == ["window 64"]
+def test_arms_differ_in_kept_layers_seed_and_steps(args, done):
+    asked = ["gka", "gka @ kept=2 seed=1", "gka @ times=3 kept=0"]
+    rows = arms.rows_to_run(done, with_options(args, kept=3, given_steps="10,20", arms=asked))
+    assert [row["keep"] for row in rows] == [[2, 5, 7], [2, 7], []] and [row["seed"] for row in rows] == [0, 1, 0]
+    assert [(row["align"], row["distill"]) for row in rows] == [(10, 20), (10, 20), (30, 60)]
+    assert [harness.matches(done[1], row) for row in rows] == [True, False, False]
 
 
-def test_an_arm_begins_only_if_it_can_end(args, timed):
-    (row,) = arms.rows_to_run(timed, with_options(args, deadline=time.time() + 60, given_steps="10,20"))[:1]
-    assert (row["align"], row["distill"]) == (10, 20)
-    short = with_options(args, deadline=time.time() + 28)
-    assert [row["arm"] for row in arms.rows_to_run(timed, short)] == ["window 64"]
-    assert not arms.rows_to_run(timed, with_options(args, deadline=time.time() + 1))
+def test_an_arm_begins_only_if_it_can_end(args, done):
+    short = with_options(args, deadline=time.time() + 60, given_steps="10,20", arms=["gka @ times=3", "gka @ seed=1"])
+    assert [row["seed"] for row in arms.rows_to_run(done, short)] == [1]
+
+
+@pytest.mark.parametrize("asked", ["nothing", "gka @ kept", "gka @ kept=few", "gka @ layers=1"])
+def test_arms_that_cannot_be_run_are_refused(args, asked):
+    with pytest.raises(typer.BadParameter):
+        arms.check(with_options(args, arms=[asked]))
+
+
+@pytest.mark.parametrize("arm", [name for name in arms.ARMS if "first token" in name and name.endswith(arms.FAR)])
+def test_the_window_beside_a_memory_reads_the_first_token(args, arm):
+    """Then the state of the window has one token more."""
+    student = arms.student_of({"arm": arm, "keep": []}, args)
+    mixer = memory_mixers(student)[0]
+    shape, _ = mixer.state_shapes(1)["window_k"]
+    assert shape[1] == mixer.options.local_window + 1
 
 
 def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
-    args = with_options(args, given_steps="6,7", arms=["gka"])
     rows = []
     while waiting := [row for row in arms.rows_to_run(rows, args) if not any(harness.matches(r, row) for r in rows)]:
         outcome = arms.run(waiting[0], args)
         parts = [outcome] if isinstance(outcome, dict) else outcome
         rows.append({**waiting[0], **{key: value for part in parts for key, value in part.items()}})
     teacher, arm = rows
-    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 13 * 16 and arm["heldout_kl"] > 0
+    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 14 * 16 and arm["heldout_kl"] > 0
     assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_96_choice"]
     results = {"rows": rows, "settings": {"lengths": [96], "window": args.window}, "environment": ENVIRONMENT}
     assert f"| gka | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
+
+
+def test_seeds_of_an_arm_share_a_line(args):
+    teacher = {"choice": {"trace": [{"layer": None, "loss": 2.0, "kl": 1.0}]}}
+    common = {
+        "same_texts": 1.0,
+        "generated_answers": 0.5,
+        "fact_96_choice": 0.7,
+        "tokens": 32,
+        "align": 1,
+        "distill": 1,
+    }
+    common |= {"recall": [{"answers": 5}], "state_bytes": 10, "arm": "gka", "heldout_kl": 0.1, "domain_kl": 0.1}
+    rows = [common | teacher | {"arm": "teacher"}]
+    for keep, ratio in (([0], 1.5), ([], 1.1), ([], 1.3)):
+        rows.append(common | {"keep": keep, "domain_ppl_ratio": ratio})
+    results = {"rows": rows, "settings": {"lengths": [96], "window": 4}, "environment": ENVIRONMENT}
+    table = arms_report.table(results)
+    assert "| 1.100 to 1.300 | 50 | 70* |" in table and "| 1.500 | 50 | 70* |" in table

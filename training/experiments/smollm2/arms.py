@@ -1,13 +1,13 @@
 """Which memory replaces the attention of SmolLM2 best, at equal bytes of state and equal steps of training?
 
-    python training/experiments/smollm2/arms.py --teacher SMOLLM2 --data .scratch/smollm2 --out arms.json
+    python training/experiments/smollm2/arms.py --teacher SMOLLM2 --data .scratch/smollm2 --out arms.json \\
+        --arms "window 384" --arms "gka @ kept=4 seed=1"
 
 `--data` is the folder of `corpus.py`. First the teacher is measured, and its kept layers are chosen greedily with
-windows in place of mixers (`memmix select --stand-in window`), on development text. Then the speed of every arm is
-measured, and the steps of all arms are planned from it, so that together they take `--budget` seconds: two steps of
-`distill` for each of `align`. Then each arm is converted, aligned, distilled and measured; it begins only if the rest
-of `--seconds` is enough for it. The same command runs the remaining arms, with the same steps.
-`--given-steps` replaces the plan, for example to add an arm later.
+windows in place of mixers (`memmix select --stand-in window`), on development text. Then each arm is converted,
+aligned, distilled and measured; it begins only if the rest of `--seconds` is enough for it. The same command runs the
+remaining arms. Behind an `@` stands what an arm has in place of the common settings, see `CHANGES`. An arm with fewer
+kept layers keeps those that were chosen first.
 """
 
 import tempfile
@@ -21,31 +21,41 @@ from transformers import TrainerCallback
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.experiments.common.harness import Experiment, check_time, matches
+from hf_memmix.training.experiments.common.harness import Experiment, check_time
 from hf_memmix.training.experiments.common.options import Options, check_names
 from hf_memmix.training.experiments.smollm2 import measuring
 from hf_memmix.training.text_files import text_record
 from hf_memmix.training.train import align, distill
 
-# by name the mixer and its options. The state of GKA has the bytes of a window of 384 tokens, that of gated_delta
-# those of 192
+# by name the options of the mixer and, if there is one, of the window beside it. The state of GKA has the bytes of a
+# window of 384 tokens, that of gated_delta those of 192
+FIRST_TOKEN = {"window": {"sinks": 1}}
 ARMS = {
-    "window 384": ("window", {"window": 384}),
-    "window 64": ("window", {"window": 64}),
-    "window 384, first token": ("window", {"window": 384, "sinks": 1}),
-    "window 64, first token": ("window", {"window": 64, "sinks": 1}),
-    "gka": ("gka", {}),
-    "gka + window 64": ("gka", {"local_window": 64}),
-    "gated_delta": ("gated_delta", {}),
-    "gated_delta + window 64": ("gated_delta", {"local_window": 64}),
-    "gated_delta + window 192": ("gated_delta", {"local_window": 192}),
-    "gka, long": ("gka", {"half_lives": [16, 2048]}),
-    "gated_delta, long": ("gated_delta", {"half_lives": [16, 2048]}),
-    "kda": ("kda", {}),
-    "kda + window 192": ("kda", {"local_window": 192}),
-    "lattice": ("lattice", {}),
-    "mamba2": ("mamba2", {}),
+    "window 384": {"window": {"window": 384}},
+    "window 64": {"window": {"window": 64}},
+    "window 384, first token": {"window": {"window": 384, "sinks": 1}},
+    "window 192, first token": {"window": {"window": 192, "sinks": 1}},
+    "window 64, first token": {"window": {"window": 64, "sinks": 1}},
+    "gka": {"gka": {}},
+    "gka + window 64": {"gka": {"local_window": 64}},
+    "gka + window 64, first token": {"gka": {"local_window": 64}} | FIRST_TOKEN,
+    "gated_delta": {"gated_delta": {}},
+    "gated_delta + window 64": {"gated_delta": {"local_window": 64}},
+    "gated_delta + window 64, first token": {"gated_delta": {"local_window": 64}} | FIRST_TOKEN,
+    "gated_delta + window 192": {"gated_delta": {"local_window": 192}},
+    "gated_delta + window 192, first token": {"gated_delta": {"local_window": 192}} | FIRST_TOKEN,
+    "gka, long": {"gka": {"half_lives": [16, 2048]}},
+    "gated_delta, long": {"gated_delta": {"half_lives": [16, 2048]}},
+    "kda": {"kda": {}},
+    "kda + window 192": {"kda": {"local_window": 192}},
+    "kda + window 192, first token": {"kda": {"local_window": 192}} | FIRST_TOKEN,
+    "lattice": {"lattice": {}},
+    "mamba2": {"mamba2": {}},
 }
+# a memory beside a window that `align` also compares by what attention reads outside this window
+FAR = ", far weight 1"
+ARMS |= {name + FAR: mixers for name, mixers in ARMS.items() if any("local_window" in own for own in mixers.values())}
+CHANGES = ("kept", "seed", "times")  # layers that keep their attention, seed, and a factor of the steps
 FIRST = (
     "window 384",
     "gka + window 64",
@@ -57,9 +67,7 @@ FIRST = (
     "window 384, first token",
 )
 STAGES = {"align": align, "distill": distill}
-SPEED_STEPS, SKIPPED = 9, 5  # steps of a measurement of speed, and those of a run that are not measured
-SLOWER = 1.6  # the measurement of a student, as a multiple of the teacher's, which has no texts to compare
-CONVERSION = 7.0  # seconds of a conversion, of the start of two stages and of kernels that are compiled
+SKIPPED = 5  # steps of a run whose speed is not measured
 
 
 class Clock(TrainerCallback):
@@ -86,48 +94,45 @@ def _now() -> float:
     return time.time()
 
 
-def planned(teacher: dict, speeds: list[dict], args) -> dict[str, int]:
-    """The steps of every arm: those of `--given-steps`, or what fits into the budget."""
-    if args.given_steps:
-        return dict(zip(STAGES, map(int, args.given_steps.split(",")), strict=True))
-    left = args.budget - len(speeds) * (SLOWER * teacher["measuring_seconds"] + CONVERSION)
-    rows = len(measuring.tokens_of(args.data, "train")) // (args.batch_size * args.block_size)
-    steps = int(left / sum(row["align"] + 2 * row["distill"] for row in speeds))
-    steps = max(4, min(rows // 2, steps))
-    return {"align": steps, "distill": 2 * steps}
+def changes_of(asked: str) -> tuple[str, dict[str, int]]:
+    """The name of an arm, and the numbers behind its `@`.
+
+    Raises:
+        ValueError: a number has no name, or is none.
+    """
+    name, _, changes = asked.partition(" @ ")
+    pairs = (change.split("=") for change in changes.split())
+    return name, {change: int(value) for change, value in pairs}
+
+
+def row_of(asked: str, trace: list[dict], args) -> dict:
+    """The row of an arm. `trace`: of the choice, whose first row is before any layer is chosen."""
+    arm, changes = changes_of(asked)
+    counts = [changes.get("times", 1) * int(count) for count in args.given_steps.split(",")]
+    keep = sorted(row["layer"] for row in trace[1 : changes.get("kept", args.kept) + 1])
+    row = {"step": "arm", "arm": arm, "keep": keep, "seed": changes.get("seed", args.seed)}
+    return row | dict(zip(STAGES, counts, strict=True))
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
     teacher = next((row for row in done if row["step"] == "teacher" and "choice" in row), None)
     if teacher is None:
         return [{"step": "teacher", "arm": "teacher"}]
-    keep = teacher["choice"]["keep"]
-    tries = [{"step": "speed", "arm": arm, "keep": keep} for arm in args.arms]
-    ended = [known for row in tries for known in done if matches(known, row)]
-    if len(ended) < len(tries) and not args.given_steps:
-        return tries
-    speeds = {row["arm"]: row for row in ended if "error" not in row}
-    slowest = {stage: max([row[stage] for row in speeds.values()], default=0.0) for stage in STAGES}
-    steps = planned(teacher, list(speeds.values()), args)
+    ended = [row for row in done if row["step"] == "arm" and "seconds" in row]
+    per_step = max((row["seconds"] / (row["align"] + row["distill"]) for row in ended), default=0.0)
     left = getattr(args, "deadline", float("inf")) - time.time()
-    rows = []
-    for arm in args.arms if args.given_steps else speeds:
-        training = sum(steps[stage] * speeds.get(arm, slowest)[stage] for stage in STAGES)
-        if training + SLOWER * teacher["measuring_seconds"] + 2 * CONVERSION < left:
-            rows.append({"step": "arm", "arm": arm, "keep": keep, "seed": args.seed} | steps)
-    return rows
+    rows = [row_of(asked, teacher["choice"]["trace"], args) for asked in args.arms]
+    return [row for row in rows if per_step * (row["align"] + row["distill"]) < left]
 
 
 def run(row: dict, args):
-    if row["step"] == "teacher":
-        return chosen_and_measured(args)
-    return speed(row, args) if row["step"] == "speed" else trained_and_measured(row, args)
+    return chosen_and_measured(args) if row["step"] == "teacher" else trained_and_measured(row, args)
 
 
 def chosen_and_measured(args) -> dict:
     """The layers that keep their attention, and the figures of the teacher."""
     began = time.time()
-    found = measuring.search_of(args, ",".join(measuring.PROBES)).run(args.kept)
+    found = measuring.search_of(args, ",".join(measuring.CHOICE_PROBES)).run(args.kept)
     trace = [{key: row[key] for key in ("layer", "loss", "kl", "answers")} for row in found["trace"]]
     choice = {"keep": found["keep"], "trace": trace, "seconds": round(time.time() - began, 1)}
     figures = measuring.measured_of(args)
@@ -135,15 +140,18 @@ def chosen_and_measured(args) -> dict:
 
 
 def student_of(row: dict, args):
-    mixer, options = ARMS[row["arm"]]
-    return convert_model(measuring.teacher_of(args.teacher), mixer, row["keep"], **options)
+    mixers = ARMS[row["arm"]]  # the memory stands first
+    return convert_model(measuring.teacher_of(args.teacher), next(iter(mixers)), row["keep"], mixers=mixers)
 
 
-def train(student, stage: str, steps: int, seed: int, args) -> tuple[dict, Clock]:
+def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]:
     """One stage with the rates of its recipe."""
+    steps = row[stage]
     clock = Clock(args)
     data = TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
     sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
+    if stage == "align" and row["arm"].endswith(FAR):
+        sizes["far_weight"] = 1.0
     with tempfile.TemporaryDirectory() as folder:
         result = STAGES[stage](
             student,
@@ -159,16 +167,6 @@ def train(student, stage: str, steps: int, seed: int, args) -> tuple[dict, Clock
     return result, clock
 
 
-def speed(row: dict, args) -> dict:
-    """Seconds per step of both stages."""
-    student, found = student_of(row, args), {}
-    for seed, stage in enumerate(STAGES):
-        began = time.time()
-        _, clock = train(student, stage, SPEED_STEPS, seed, args)
-        found |= {stage: clock.seconds_per_step, f"{stage}_seconds": round(time.time() - began, 1)}
-    return found
-
-
 def trained_and_measured(row: dict, args):
     """An arm, in parts."""
     student = student_of(row, args)
@@ -179,7 +177,7 @@ def trained_and_measured(row: dict, args):
         "tokens": size * sum(row[stage] for stage in STAGES),
     }
     for seed, stage in enumerate(STAGES):
-        result, clock = train(student, stage, row[stage], row["seed"] * len(STAGES) + seed, args)
+        result, clock = train(student, stage, row, row["seed"] * len(STAGES) + seed, args)
         kept = {name: result[name] for name in ("first_loss", "last_loss", "seconds", "log")}
         yield {f"{stage}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step)}}
     began = time.time()
@@ -191,13 +189,14 @@ class Settings(Options):
     teacher: Annotated[Path, typer.Option(help="folder of the teacher")]
     data: Annotated[Path, typer.Option(help="folder of the token files of corpus.py")]
     text: Annotated[Path | None, typer.Option(help="text of the choice; default: dev.txt of the data")] = None
-    arms: Annotated[list[str], typer.Option(help="arms to compare; repeatable")] = FIRST
-    kept: Annotated[int, typer.Option(help="layers that keep their attention")] = 8
+    arms: Annotated[
+        list[str], typer.Option(help="arms to compare, as NAME or NAME @ CHANGE=VALUE ...; repeatable")
+    ] = FIRST
+    kept: Annotated[int, typer.Option(help="layers that keep their attention, and that are chosen")] = 8
     window: Annotated[int, typer.Option(help="tokens of the windows of the choice")] = 64
     sinks: Annotated[int, typer.Option(help="first tokens that these windows read as well")] = 0
     seed: Annotated[int, typer.Option(help="seed of the order of the training text")] = 0
-    budget: Annotated[float, typer.Option(help="seconds for all arms, over all calls")] = 540.0
-    given_steps: Annotated[str, typer.Option(help="steps of align and distill in place of the plan: 100,200")] = ""
+    given_steps: Annotated[str, typer.Option(help="steps of align and distill")] = "160,320"
     batch_size: Annotated[int, typer.Option(help="sequences of a step")] = 8
     block_size: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048
     length: Annotated[int, typer.Option(help="tokens of a sequence of the choice")] = 1024
@@ -218,7 +217,13 @@ class Settings(Options):
 
 
 def check(args) -> None:
-    check_names("--arms", args.arms, ARMS)
+    for asked in args.arms:
+        try:
+            arm, changes = changes_of(asked)
+        except ValueError:
+            raise typer.BadParameter(f"{asked!r} is no NAME @ CHANGE=NUMBER ...", param_hint="--arms") from None
+        check_names("--arms", [arm], ARMS)
+        check_names("--arms", list(changes), CHANGES)
     args.text = args.data / "dev.txt" if args.text is None else args.text
 
 

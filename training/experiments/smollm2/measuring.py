@@ -22,7 +22,8 @@ from hf_memmix.training.text_files import read_text
 
 PERFECT = {"ppl_ratio": 1.0, "kl": 0.0, "top1_agreement": 1.0}  # the teacher's figures beside itself
 CHOICE_SEED, FIGURE_SEED = 0, 1
-PROBES = ("fact", "facts")
+PROBES = ("fact",)  # the teacher answers less than 80 % of `facts`, so what a student answers would not count
+CHOICE_PROBES = ("fact", "facts")
 TEXTS = ("heldout", "domain")
 COMPARED_BLOCK = 1024  # tokens of a block of the texts that are compared
 PROMPT = 256  # tokens before a generated text

@@ -1,24 +1,39 @@
-"""Training a small language model from scratch: its loss, which parameters decay, and attention without masks."""
+"""Training a small language model from scratch: its losses, which parameters decay, and attention without masks."""
 
 import contextlib
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface
 
 from hf_memmix._transformers import attention_implementation
 
 WHOLE_ROWS = "causal_whole_rows"
+DRILL_TEXT = 0.25  # weight of those tokens of a drill that are no answers
 
 
-def next_token_loss(model, ids: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+def next_token_loss(model, ids: Tensor, reduction: str = "mean") -> Tensor:
     """Cross-entropy of ids [B, T] against the prediction from their prefixes; B * (T - 1) terms, fp32."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction=reduction)
 
 
+def losses_of_drills(logits: Tensor, ids: Tensor, weights: Tensor, text: int) -> tuple[Tensor, Tensor]:
+    """The mean losses of text and of answers, in nats.
+
+    logits [B, T - 1, V] of the tokens after the first one, ids [B, T], weights of answers [B, T]. The first `text`
+    rows are real text; tokens of the other rows that are no answers have the weight `DRILL_TEXT` in the first loss.
+    """
+    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+    answers = weights[:, 1:]
+    plain = (answers == 0).float()
+    plain = torch.cat([plain[:text], DRILL_TEXT * plain[text:]])
+    return (loss * plain).sum() / plain.sum(), (loss * answers).sum() / answers.sum().clamp_min(1)
+
+
 @torch.no_grad()
-def mean_loss(model, ids: torch.Tensor, length: int, batch_size: int = 16) -> float:
+def mean_loss(model, ids: Tensor, length: int, batch_size: int = 16) -> float:
     """Mean loss per predicted token of a stream `ids` [N] cut into windows of `length`, the last one shorter."""
     model.eval()
     device = next(model.parameters()).device

@@ -36,9 +36,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import commit, hardware, write_json
 from hf_memmix.training.drills import material_of
-from hf_memmix.training.experiments.bundled.drill_batches import losses_of_drills
 from hf_memmix.training.experiments.bundled.language_model import (
     decay_matrices,
+    losses_of_drills,
     matrices_of_layers,
     mean_loss,
     next_token_loss,

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from hf_memmix.training.drills import SHORTEST, DrillMaterial, drills_of, unseen_of
 from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
 from hf_memmix.training.evaluation.probes.grid import LENGTHS
-from hf_memmix.training.experiments.bundled.drill_batches import losses_of_drills
+from hf_memmix.training.experiments.bundled.language_model import losses_of_drills
 
 TASKS = ("niah", "mqar", "kv", "variables")
 DEV_TASKS = ("niah", "mqar")

@@ -24,8 +24,7 @@ PROBES = {
     "mqar_32_new": ("mqar_32", "new", f"MQAR, {PAIRS} pairs, new words"),
     "mqar_32_unseen": ("mqar_32", "unseen", f"MQAR, {PAIRS} pairs, unseen words"),
 }
-# the least share of exact answers at the length of the gate; the teacher must reach all of them
-GATE, GATE_LENGTH = {"niah": 0.95, "mqar_32": 0.95, "mqar_32_unseen": 0.95, "variables": 0.80}, 1024
+GATE_LENGTH = 1024  # tokens, at which the teacher had to reach its gate
 BATCH_TOKENS = 32768
 ROWS_OF_MQAR = 4  # a sequence has at least 32 answers, so fewer sequences are needed
 
@@ -89,18 +88,3 @@ def mean_recall(rows: list[dict], task: str, length: int, measure: str = "exact"
     some = [row for row in rows if (row["task"], row["length"]) == (task, length)]
     total = sum(row["answers"] for row in some)
     return sum(row["answers"] * row[measure] for row in some) / total if total else None
-
-
-def gate_of(rows: list[dict]) -> dict:
-    """`{task: {"exact", "least", "passed"}}` at the length of the gate, and "passed" of all together."""
-    found = {}
-    for task, least in GATE.items():
-        exact = mean_recall(rows, task, GATE_LENGTH)
-        found[task] = {"exact": exact, "least": least, "passed": exact is not None and exact >= least}
-    return found | {"passed": all(part["passed"] for part in found.values())}
-
-
-def quick_gate(model, sequences: dict, length: int) -> dict:
-    """The share of exact answers of every probe at one length."""
-    rows = recall_of(model, sequences)
-    return {task: mean_recall(rows, task, length) for task in sequences}

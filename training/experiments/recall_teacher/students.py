@@ -1,7 +1,6 @@
 """The students of the recall teacher: their layouts, how their memory starts, and how they are measured."""
 
 import functools
-import math
 from pathlib import Path
 
 import numpy
@@ -9,7 +8,6 @@ import torch
 
 from hf_memmix.conversion import load_model, report
 from hf_memmix.conversion.from_attention.half_lives import start_decay
-from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
@@ -30,10 +28,6 @@ LAYOUTS = {
     "gla, long": ("gla", {}, (16.0, 4096.0)),
     "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
 }
-# a further layout of `raised.py`
-RAISED_LAYOUTS = LAYOUTS | {
-    "lattice, long": ("lattice", {}, (16.0, 4096.0)),
-}
 
 
 def start_decay_of_gates(mixer, half_lives: tuple[float, float]) -> None:
@@ -45,24 +39,10 @@ def start_decay_of_mamba2(mixer, half_lives: tuple[float, float]) -> None:
     mixer.A_log.copy_(mixer.decay_of(half_lives)[0])
 
 
-@torch.no_grad()
-def start_steps_of_lattice(mixer, half_lives: tuple[float, float]) -> None:
-    """Give the heads of a `LatticeMixer` steps with which slots forget half of their content in these half-lives.
-
-    Lattice forgets by writing: with unit keys over m slots and values of size s, a step g turns a slot by about
-    g s / sqrt(m), and the cosines of these angles multiply. So the half-life is 2 log(2) m / (g s)^2.
-    """
-    low, high = (math.log(x) for x in half_lives)
-    lives = torch.linspace(low, high, mixer.heads).exp()
-    steps = (2 * math.log(2) * mixer.slots / lives).sqrt() / VALUE_SIZE
-    mixer.gamma_proj.bias.copy_((steps / mixer.options.gamma_max).logit())
-
-
 START_DECAY = {
     "gka": start_decay_of_gates,
     "gla": start_decay_of_gates,
     "mamba2": start_decay_of_mamba2,
-    "lattice": start_steps_of_lattice,
 }
 
 

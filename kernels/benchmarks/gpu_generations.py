@@ -78,9 +78,8 @@ def launches(name: str, size: int, dtype: str) -> Callable[[], None]:
         launch = {"rowwise": launch_rowwise, "window": launch_window}[name]
         return lambda: launch(size, getattr(torch, dtype))
     op = next(op for op in OPS if op.name == row)
-    shape, bounds, carried = compile_only.LAYOUTS["batched"]
-    shape = shape._replace(D=size, Dv=size)
-    return lambda: compile_only.launch_everything(op, shape, getattr(torch, dtype), bounds, carried)
+    layout = compile_only.LAYOUTS["batched"]
+    return lambda: compile_only.launch_everything(op, layout, size, size, getattr(torch, dtype))
 
 
 def measured(arch: str, name: str, size: int, dtype: str) -> dict:

@@ -37,10 +37,23 @@ from hf_memmix_kernels import _device
 from hf_memmix_kernels._device import Device
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# half the layouts have grouped heads, sizes that Triton knows to be multiples of 16, and a carried state
+
+
+class Layout(NamedTuple):
+    """What Triton specialises a kernel for, besides dtypes and head sizes."""
+
+    shape: Shape
+    bounds: list[int] | None
+    carried: bool
+    aligned: bool = True  # addresses, to 16 bytes
+
+
+# some have grouped heads, sizes that Triton knows to be multiples of 16 or 1, and a carried state
 LAYOUTS = {
-    "batched": (Shape(2, 128, 4, 4, 0, 0), None, True),
-    "packed": (Shape(1, 130, 4, 2, 0, 0), [0, 50, 130], False),
+    "batched": Layout(Shape(2, 128, 4, 4, 0, 0), None, True),
+    "packed": Layout(Shape(1, 130, 4, 2, 0, 0), [0, 50, 130], False),
+    "one token": Layout(Shape(2, 1, 4, 2, 0, 0), None, True),
+    "unaligned": Layout(Shape(1, 130, 4, 2, 0, 0), None, True, aligned=False),
 }
 
 
@@ -105,11 +118,20 @@ class Kernels:
         return found
 
 
-def launch_everything(op: Op, shape: Shape, dtype: torch.dtype, bounds: list[int] | None, carried: bool) -> None:
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, one element after an aligned address."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def launch_everything(op: Op, layout: Layout, D: int, Dv: int, dtype: torch.dtype) -> None:
     """Forward and backward, forward without gradients, and decode steps: on a batch of states and on pages."""
+    shape, bounds, carried, aligned = layout
+    shape = shape._replace(D=D, Dv=Dv)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     inputs = op.draw(shape, dtype)
     state = op.draw_state(shape, shape.B if bounds is None else len(bounds) - 1, dtype)
+    if not aligned:
+        inputs, state = {name: unaligned(t) for name, t in inputs.items()}, tuple(map(unaligned, state))
     outputs_and_gradients(op, op.fast, inputs, state if carried else None, cu_seqlens, weights=[])
     with torch.no_grad():
         op.run(op.fast, inputs, state if carried else None, cu_seqlens)
@@ -161,9 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
             for size in args.sizes:
                 D, Dv = map(int, size.split("x"))
                 for layout in args.layouts:
-                    shape, bounds, carried = LAYOUTS[layout]
                     case = f"{op.name} {dtype} {size} {layout}"
-                    launch_everything(op, shape._replace(D=D, Dv=Dv), getattr(torch, dtype), bounds, carried)
+                    launch_everything(op, LAYOUTS[layout], D, Dv, getattr(torch, dtype))
                     found = kernels.take()
                     if not found and not kernels.seen:
                         print(f"BAD {case}: no kernel was compiled", flush=True)

@@ -59,9 +59,9 @@ def record(names: list[str], dtypes: list[str], sizes: list[str]) -> dict[str, l
             for dtype in dtypes:
                 for size in sizes:
                     D, Dv = map(int, size.split("x"))
-                    for layout, (shape, bounds, carried) in LAYOUTS.items():
-                        case = " ".join([op.name, json.dumps(options), dtype, size, layout])
-                        launch_everything(variant, shape._replace(D=D, Dv=Dv), getattr(torch, dtype), bounds, carried)
+                    for name, layout in LAYOUTS.items():
+                        case = " ".join([op.name, json.dumps(options), dtype, size, name])
+                        launch_everything(variant, layout, D, Dv, getattr(torch, dtype))
                         found[case] = [[k.name, digest(k.asm["ptx"], k.name)] for k in kernels.take()]
                         print(case, len(found[case]), flush=True)
     return found

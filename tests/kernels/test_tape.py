@@ -17,6 +17,7 @@ from hf_memmix_kernels import rowwise
 
 _tape = pytest.importorskip("hf_memmix_kernels._tape")
 _player = pytest.importorskip("hf_memmix_kernels._player")
+_launcher = pytest.importorskip("hf_memmix_kernels._launcher")
 _recorder = pytest.importorskip("hf_memmix_kernels._recorder")
 rowwise_launch = pytest.importorskip("hf_memmix_kernels.rowwise.launch")
 
@@ -353,14 +354,18 @@ class Compiled:
     function, packed_metadata = 7, (4, 1, 0)
 
     def __init__(self, scratch: int = 0):
-        self.launches = []
+        self.launches, self.calls = [], []
         self.run = SimpleNamespace(
-            launch=self.launch, launch_cooperative_grid=True, launch_pdl=False,
-            global_scratch_size=scratch, profile_scratch_size=0,
+            launch=self.launch, launch_cooperative_grid=True, launch_pdl=False, num_ctas=1, gsan_enabled=False,
+            global_scratch_size=scratch, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+            arg_annotations=["notes"], kernel_signature=b"signature",
         )  # fmt: skip
 
     def launch(self, *args):
         self.launches.append(args)
+
+    def __getitem__(self, grid):
+        return lambda *args, stream: self.calls.append((grid, stream, args))
 
 
 class Function:
@@ -402,8 +407,13 @@ def steps_of(play) -> list[str]:
     return [name + ", free" * free for name, free in zip(called, frees, strict=True)]
 
 
-def test_a_launch_gets_addresses(by_address):
+VERSIONS = [*_launcher.LAYOUTS, (99, 0)]  # the last one has Triton's own call
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+def test_a_launch_gets_addresses(version, by_address, monkeypatch):
     """Offsets of views, tuples, None and numbers; views that only kernels read are not made."""
+    monkeypatch.setattr(_launcher, "_version", lambda: version)
     compiled = Compiled()
     kernel = _recorder.launched(Function(compiled))
 
@@ -418,17 +428,38 @@ def test_a_launch_gets_addresses(by_address):
         x, y = torch.zeros(2, 4, device=DEVICE), torch.zeros(9, device=DEVICE)[1:5]
         nothing, high, both = play(x, 6, y)
         assert nothing is None and high.data_ptr() == both[1].data_ptr() and both.shape == (2, 4)
-        start, *args = compiled.launches[-1][:3], *compiled.launches[-1][3:]
-        assert start == (3, 1, 1) and args[:10] == [5, 7, True, False, None, None, (4, 1, 0), None, None, None]
-        assert args[10:14] == [x.data_ptr() + 16, (both.data_ptr(), None, both.data_ptr() + 20), y.data_ptr(), 6]
-        assert str(args[14:]) == "[-0.0, 64]"
+        given = x.data_ptr() + 16, (both.data_ptr(), None, both.data_ptr() + 20), y.data_ptr(), 6, -0.0, 64
+        if version not in _launcher.LAYOUTS:
+            assert str(compiled.calls[-1]) == str(((3, 1, 1), 5, given))
+            continue
+        start, args = compiled.launches[-1][:7], compiled.launches[-1][7:]
+        assert start == (3, 1, 1, 5, 7, True, False)
+        row = (None, None, (4, 1, 0), None, None, None, *given)
+        apart = ((4, 1, 0), None, None, None, None, None, ["notes"], b"signature", given)
+        assert str(args) == str(row if version == (3, 6) else apart)
     assert steps_of(play) == ["allocate", "unbind.int", "launch, free"]  # of the views, those of `both`
 
 
-def test_a_kernel_with_scratch_memory_is_refused(by_address):
-    kernel = _recorder.launched(Function(Compiled(scratch=16)))
-    with pytest.raises(_recorder.NotTaped, match="scratch"):
-        by_address(lambda x: kernel[(1,)](x, (), x, 1, 1.0, BLOCK=1), torch.zeros(4, device=DEVICE))
+def test_a_kernel_with_scratch_memory_is_launched_by_triton(by_address):
+    """Which allocates the memory."""
+    compiled = Compiled(scratch=16)
+    kernel = _recorder.launched(Function(compiled))
+    play = by_address(lambda x: kernel[(1,)](x, (), x, 1, 1.0, BLOCK=1), torch.zeros(4, device=DEVICE))
+    play(torch.zeros(4, device=DEVICE))
+    assert len(compiled.calls) == 1 and not compiled.launches
+
+
+def test_a_launch_is_as_by_triton(monkeypatch):
+    """What Triton's launcher in C gets: of the installed version, whose launcher may have moved."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(driver.triton.runtime.driver, "_active", SimpleNamespace())
+    compiled, args = Compiled(), (16, (32, None), 2.0, True)
+    call, form = _launcher.launch_of(compiled, (3, 2), 5, args)
+    call(*form)
+    launch = functools.partial(driver.CudaLauncher.__call__, compiled.run)
+    launch(3, 2, 1, 5, compiled.function, compiled.packed_metadata, None, None, None, *args)
+    mine, triton = compiled.launches
+    assert mine == triton
 
 
 def test_memory_is_freed_after_its_last_use(by_address):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 
 MAX_HEAD_DIM = 256
+# smallest log decay in a chunk: its power of e is 0. Sums of -inf would be NaN, and large ones round what follows
+FLOOR = {torch.float32: -104.0, torch.float64: -746.0}
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

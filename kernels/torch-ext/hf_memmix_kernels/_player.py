@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ._launcher import launch_of
 from ._recorder import NotTaped, Recorder, Slot, slots_in
 
 ALIGNED = 16  # bytes; Triton compiles other code for addresses that are not multiples of it
@@ -152,14 +153,9 @@ class _Writer:
         grid, kernel = step.form
         if not self.by_address:
             return Step(*self.calling(partial(step.call[grid], **step.kwargs), step.args, self.tensor), None)
-        run = kernel.run
-        if run.global_scratch_size or run.profile_scratch_size:
-            raise NotTaped("a kernel that needs scratch memory of Triton's")
         self.constant(kernel)  # keeps its code on the GPU
-        # as CudaLauncher.__call__ of Triton 3.6 does
-        head = (*(*grid, 1, 1)[:3], _STREAM, kernel.function)
-        head += (bool(run.launch_cooperative_grid), bool(run.launch_pdl), None, None, kernel.packed_metadata)
-        return Step(*self.calling(run.launch, (*head, None, None, None, *step.args), self.address), None)
+        call, form = launch_of(kernel, grid, _STREAM, step.args)
+        return Step(*self.calling(call, form, self.address), None)
 
     def calling(self, call: Callable, form: tuple, cell_of: Callable[[Slot], int]) -> tuple:
         """The first three attributes of a `Step` that calls `call` with `form`, as `cells_of` puts it together."""

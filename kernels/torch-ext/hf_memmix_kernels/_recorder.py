@@ -34,9 +34,9 @@ VIEWS = frozenset(
 # the shapes of their results depend on the shapes of their arguments only
 OPERATORS = frozenset(
     {
-        _aten._to_copy.default, _aten.clone.default, _aten.constant_pad_nd.default, _aten.copy_.default,
-        _aten.fill_.Scalar, _aten.new_zeros.default, _aten.sum.dim_IntList, _aten.zero_.default, _aten.zeros.default,
-        _aten.zeros_like.default,
+        _aten._to_copy.default, _aten.clamp_min.default, _aten.clone.default, _aten.constant_pad_nd.default,
+        _aten.copy_.default, _aten.fill_.Scalar, _aten.new_zeros.default, _aten.sum.dim_IntList, _aten.zero_.default,
+        _aten.zeros.default, _aten.zeros_like.default,
     }
 )  # fmt: skip
 

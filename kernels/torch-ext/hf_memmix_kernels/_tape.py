@@ -12,7 +12,7 @@ comes a function (`_player.player`) that makes the same allocations and launches
 hand; all later calls with this form run it. Where anything else wants to see a call, it runs without a tape
 (`_is_plain`).
 
-Tapes need an NVIDIA GPU and a version of Triton in `VERSIONS`, whose launcher they call. `HF_MEMMIX_TAPES=0` switches
+Tapes need an NVIDIA GPU and Triton 3.6 or newer, whose launcher they call (`_launcher`). `HF_MEMMIX_TAPES=0` switches
 them off. In Triton's interpreter they are off; tests switch them on, and kernels then run with tensors.
 """
 
@@ -21,18 +21,16 @@ from collections.abc import Callable
 from types import FunctionType
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
-from . import _environment
+from . import _environment, _launcher
 from ._player import ALIGNED, player
 from ._recorder import NotTaped, Recorder, interpreted, launched, refuse
 
 __all__ = ["forget", "launched", "refuse", "taped"]
 
-VERSIONS = {(3, 6)}  # of Triton, in which a compiled kernel is launched as in `_player`
 MOST_FORMS = 512  # per function; then its tapes are forgotten
 ENABLED = not interpreted and _environment.wants_tapes() and torch.cuda.is_available()
 
@@ -79,7 +77,7 @@ def taped(function: Callable) -> Callable:
         tape = tapes.get(form)
         if type(tape) is FunctionType:
             return tape(*args)
-        if tape is not None or not (interpreted or _launcher_is_known()):
+        if tape is not None or not (interpreted or _launcher.is_known()):
             return function(*args)
         if form in seen:
             return record(form, args)
@@ -106,16 +104,6 @@ def _is_plain() -> bool:
         )
     except AttributeError:  # a hook of another kind, or another version of Triton
         return False
-
-
-@functools.cache
-def _launcher_is_known() -> bool:
-    """Whether kernels are launched by the driver of NVIDIA GPUs of a known version of Triton."""
-    if torch.version.hip is not None or tuple(map(int, triton.__version__.split(".")[:2])) not in VERSIONS:
-        return False
-    from triton.backends.nvidia.driver import CudaDriver
-
-    return isinstance(triton.runtime.driver.active, CudaDriver)
 
 
 def _form(device: int, args: tuple) -> tuple | None:

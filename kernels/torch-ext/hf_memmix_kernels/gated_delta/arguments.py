@@ -2,11 +2,7 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-# smallest log decay in a chunk: its power of e is 0. Sums of -inf would be NaN, and large ones round what follows
-FLOOR = {torch.float32: -104.0, torch.float64: -746.0}
 
 
 class Inputs(NamedTuple):

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from .._chunks import chunk_table
-from .._common import num_sequences
+from .._common import FLOOR, num_sequences
 from .._device import device_of, dot_precision
 from .._groups import flat
 from .._launch import accumulator, aligned, aligned_rows, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
-from .arguments import FLOOR, Inputs, Token, Upstream
+from .arguments import Inputs, Token, Upstream
 from .kernels.backward import (
     gated_delta_bwd_errors_kernel,
     gated_delta_bwd_keys_kernel,

@@ -11,10 +11,10 @@ broadcast. `decays.py` has what differs between one decay per head and one per c
 import torch
 from torch import Tensor
 
-from .._common import SequenceLayout, compute_dtype, without_autocast
+from .._common import FLOOR, SequenceLayout, compute_dtype, without_autocast
 from .._groups import flat
 from .._pages import read_pages, write_pages
-from .arguments import FLOOR, Inputs, Token, Upstream
+from .arguments import Inputs, Token, Upstream
 from .decays import ChannelDecays, HeadDecays
 
 CHUNK = 64

@@ -9,6 +9,7 @@ capture every call.
 import torch
 
 from .._chunks import chunk_table
+from .._common import FLOOR
 from .._device import has_ptx
 from .._groups import flat
 from .._launch import accumulator, cdiv, next_power_of_2, page_strides
@@ -150,6 +151,7 @@ class _Launch:
 def gka_forward(inputs: Inputs, states: States, packing: Packing, solver: Solver, chunks: Chunks):
     """(o in q's dtype, x float32, final H, final U). The kernels choose the chunk length, `chunk_size` is not used."""
     q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (*inputs, *states))
+    log_decay = log_decay.clamp_min(FLOOR[log_decay.dtype])
     launch = _Launch(q, k, v, packing.cu_seqlens, solver)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
     x = torch.empty_like(q, dtype=torch.float32)
@@ -170,6 +172,7 @@ def gka_backward(upstream, inputs, states, kept, packing, solver, chunks):
         t.contiguous() for t in (*upstream, *inputs, *states, *kept)
     )
     phases, ridge, scale = solver
+    log_decay = log_decay.clamp_min(FLOOR[log_decay.dtype])
     launch = _Launch(q, k, v, packing.cu_seqlens, solver)
     H0, UT0, *_ = launch.scan_states(k, v, log_decay, beta, h0, u0)
 

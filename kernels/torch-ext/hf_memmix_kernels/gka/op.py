@@ -180,7 +180,7 @@ def chunk_gka(
         q: queries [B, T, H, D], D <= 256; unit norm in the GKA layer.
         k: keys [B, T, Hk, D] with Hk dividing H; query head h reads key head h // (H / Hk).
         v: values [B, T, Hk, Dv], Dv <= 256.
-        log_decay: g <= 0 [B, T, H].
+        log_decay: g <= 0 [B, T, H]; -inf forgets all.
         alpha: blend of solution and query in [0, 1] [B, T, H]; None is 1, the pure solution.
         beta: write strength [B, T, H]; None is 1.
         sketch: S [Hk, D, s], 1 <= s <= D, of each key head and its query heads; None is the identity. It may be

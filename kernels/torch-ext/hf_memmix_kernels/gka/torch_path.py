@@ -13,7 +13,7 @@ import functools
 
 import torch
 
-from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
+from .._common import FLOOR, SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
 from .._groups import flat
 from .._pages import read_pages, write_pages
 from .arguments import BACKWARD, FORWARD, STEP, Chunks, Inputs, Packing, Pages, Solver, States
@@ -84,7 +84,8 @@ class _Rows:
 
     def chunks(self, inputs: Inputs, states: States, ridge: float) -> _Chunks:
         k, v = self.split_grouped(inputs.k), self.split_grouped(inputs.v)
-        return _Chunks(k, v, self.split(inputs.log_decay), self.split(inputs.beta), *states, ridge)
+        g = self.split(inputs.log_decay).clamp_min(FLOOR[self.dtype])
+        return _Chunks(k, v, g, self.split(inputs.beta), *states, ridge)
 
     def split(self, x):
         x = self.layout.split(x.to(self.dtype))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import chunk_table
-from .._common import num_sequences
+from .._common import FLOOR, num_sequences
 from .._groups import flat
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
@@ -65,8 +65,9 @@ class _Launch:
         gates = log_decay.contiguous(), None if beta is None else beta.contiguous()
         BH = min(16, next_power_of_2(H))
         gla_cumsum_kernel[(self.chunks, cdiv(H, BH))](
-            gates, (self.G, self.beta), self.layout, T, NT, N, H, rows, BH=BH, num_warps=2, **self.options
-        )
+            gates, (self.G, self.beta), self.layout, T, NT, N, H, rows,
+            FLOOR=FLOOR[log_decay.dtype], BH=BH, num_warps=2, **self.options,
+        )  # fmt: skip
 
     def states(self, initial: Tensor) -> tuple[Tensor, Tensor]:
         """The states before every chunk [chunks, H, K, V] in the dtype of the inputs, and the last state."""

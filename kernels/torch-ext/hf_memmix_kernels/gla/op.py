@@ -117,7 +117,7 @@ def chunk_gla(
     Args:
         q: [B, T, Hq, K], K <= 256.
         k, v: [B, T, Hk, K], [B, T, Hv, V], V <= 256.
-        log_decay: g <= 0, finite, [B, T, H].
+        log_decay: g <= 0 [B, T, H]; -inf forgets all.
         beta: write strength [B, T, H]; None is 1.
         skip: factor [H] of v in the output; None is 0.
         scale: factor of the output; None is K^-1/2.

@@ -9,7 +9,7 @@ broadcast.
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
+from .._common import FLOOR, SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
 from .._groups import flat
 from .._pages import read_pages, write_pages
 from .arguments import Inputs, Token, Upstream
@@ -24,7 +24,7 @@ class _Chunks:
         self.dtype = compute_dtype(q.dtype)
         self.kv_heads = k.shape[2]
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
-        g = self.split(log_decay[..., None])[..., 0]
+        g = self.split(log_decay[..., None])[..., 0].clamp_min(FLOOR[self.dtype])
         self.beta = None if beta is None else self.split(beta[..., None])
         self.skip = None if skip is None else skip.to(self.dtype).view(self.kv_heads, -1, 1, 1, 1)
         self.w = self.v if beta is None else self.beta * self.v

@@ -19,9 +19,9 @@ from .tiles import locate_chunk, locate_sequence
 @triton.jit
 def gla_cumsum_kernel(
     gates, by_head, layout, T, NT, N, H, rows,
-    BT: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr,
+    FLOOR: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """G [H, rows] = cumsum of g [rows, H] inside each chunk, and beta in the same order."""
+    """G [H, rows] = cumsum of g [rows, H], which is at least FLOOR, inside each chunk, and beta in the same order."""
     g, beta = gates
     G, beta_out = by_head
     i_c, i_h = tl.program_id(0), tl.program_id(1)
@@ -32,7 +32,7 @@ def gla_cumsum_kernel(
     mask = (o_t < length)[:, None] & (o_h < H)[None, :]
     b_g = tl.load(g + (bos + o_t)[:, None] * H + o_h[None, :], mask=mask, other=0)
     o_out = o_h[None, :].to(tl.int64) * rows + (bos + o_t)[:, None]
-    tl.store(G + o_out, tl.cumsum(b_g, 0), mask=mask)
+    tl.store(G + o_out, tl.cumsum(tl.where(b_g < FLOOR, FLOOR, b_g), 0), mask=mask)
     if beta is not None:
         b_beta = tl.load(beta + (bos + o_t)[:, None] * H + o_h[None, :], mask=mask, other=0)
         tl.store(beta_out + o_out, b_beta, mask=mask)

@@ -64,6 +64,18 @@ def test_one_token(op):
     assert_close(got, want, lambda name: op.tolerance(dtype, grad=name.startswith("d ")))
 
 
+@pytest.mark.parametrize("name", ["gated_delta", "gated_delta_channels"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_writes_that_reflect(name, D):
+    """beta = 2 and slow decays: the rounding of every chunk stays in the gradient of the state."""
+    op, shape, weights = next(op for op in OPS if op.name == name), Shape(1, 192, 4, 4, D, D), []
+    inputs, state = op.draw(shape, torch.bfloat16), op.draw_state(shape, 1, torch.bfloat16)
+    inputs |= {"beta": torch.full_like(inputs["beta"], 2), "log_decay": 0.05 * inputs["log_decay"]}
+    want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    assert_close(got, want, lambda name: op.tolerance(torch.bfloat16, grad=name.startswith("d ")))
+
+
 @pytest.mark.parametrize("chunk_size", [32, 64, 128])
 @pytest.mark.parametrize("D", [32, 64, 128])
 def test_gla_gradients_at_every_tile_size(D, chunk_size):

@@ -105,10 +105,14 @@ def gated_delta_scan_back_kernel(
             b_dw += tl.dot(b_k, b_dstate, input_precision=PRECISION, out_dtype=ACC) * tl.exp(b_end - b_G)
             b_read = (b_do.to(ACC) * (scale * tl.exp(b_G))).to(b_q.dtype)
         tl.store(dwrites + (o_row * H + i_h)[:, None] * V + o_v[None, :], b_dw.to(dwrites.dtype.element_ty), mask=m_tv)
-        b_dw = (-b_beta[:, None] * b_dw).to(b_W.dtype)
+        b_dw *= -b_beta[:, None]
+        b_high = b_dw.to(b_W.dtype)
         b_ds *= tl.trans(tl.exp(b_end))
         b_ds = tl.dot(tl.trans(b_q), b_read, b_ds, input_precision=PRECISION, out_dtype=ACC)
-        b_ds = tl.dot(tl.trans(b_W), b_dw, b_ds, input_precision=PRECISION, out_dtype=ACC)
+        b_ds = tl.dot(tl.trans(b_W), b_high, b_ds, input_precision=PRECISION, out_dtype=ACC)
+        if CHANNELS and W.dtype.element_ty != ACC:  # one of four roundings of equal size; decays per head have three
+            b_low = (b_dw - b_high.to(ACC)).to(b_W.dtype)
+            b_ds = tl.dot(tl.trans(b_W), b_low, b_ds, input_precision=PRECISION, out_dtype=ACC)
     tl.store(dinitial + i_nh.to(tl.int64) * K * V + o_s, b_ds, mask=m_s)
 
 

@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 EAGER_STEPS = 3  # kernels are compiled and their launches are written down before the graph is recorded
 
 
-def obstacle(recipe: Recipe, device: torch.device, sharded: bool = False) -> str | None:
+def obstacle(recipe: Recipe, device: torch.device, sharded: bool = False, layerdrop: float = 0.0) -> str | None:
     """Why the steps of a run cannot be recorded; None if they can.
 
     `sharded` is true with FSDP2 and ZeRO-3, also of one process: they replace the parameters in every step.
+    `layerdrop`: the probability with which the student leaves out a layer. A graph would always leave out the same.
     """
     if device.type != "cuda":
         return f"it trains on {device}"
@@ -35,6 +36,7 @@ def obstacle(recipe: Recipe, device: torch.device, sharded: bool = False) -> str
         "the launch file shards its weights (FSDP, DeepSpeed)": sharded,
         "the shape of packed documents differs from step to step (pack)": recipe.pack,
         "activations are computed again (gradient_checkpointing)": recipe.gradient_checkpointing,
+        "the student leaves out layers at random (layerdrop)": bool(layerdrop) and recipe.stage == "distill",
         "quantised matrices are computed by another library (quantize)": recipe.quantize != "none",
     }
     return next((reason for reason, true in reasons.items() if true), None)

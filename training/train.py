@@ -149,7 +149,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
                 trainer.remove_callback(default)
         shards = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         check_compile(recipe, arguments.device, shards)
-        if record_steps(recipe, arguments.device, shards):
+        if record_steps(recipe, arguments.device, shards, getattr(student.config, "layerdrop", 0.0)):
             pair.record_steps(recipe.gradient_accumulation)
         with compiled(pair.modules_to_compile()) if recipe.compile else nullcontext():
             seconds = trainer.run(checkpoint)
@@ -181,9 +181,9 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
     }
 
 
-def record_steps(recipe: Recipe, device: torch.device, sharded: bool = False) -> bool:
-    """Whether a run records its steps as a CUDA graph. Raises ValueError if it should and cannot."""
-    reason = obstacle(recipe, device, sharded)
+def record_steps(recipe: Recipe, device: torch.device, sharded: bool = False, layerdrop: float = 0.0) -> bool:
+    """Whether a run records its steps as a CUDA graph, see `obstacle`. Raises ValueError if it should and cannot."""
+    reason = obstacle(recipe, device, sharded, layerdrop)
     if recipe.cuda_graph is True and reason is not None:
         raise UserError(f"cuda_graph is true, but the steps of this run cannot be recorded: {reason}; set it to auto")
     if device.type == "cuda" and (reason or not recipe.cuda_graph):

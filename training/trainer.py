@@ -32,6 +32,21 @@ class _LogTheLastStep(TrainerCallback):
         control.should_log |= state.global_step >= state.max_steps
 
 
+class _Arriving:
+    """A scalar on its way from a GPU to the CPU."""
+
+    def __init__(self, value: torch.Tensor):
+        self._value = value.detach().to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.Event() if value.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def item(self) -> float:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._value.item()
+
+
 class PairTrainer(TrainerHooks):
     """Trainer for a `StudentTeacher`, with `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
 
@@ -45,7 +60,7 @@ class PairTrainer(TrainerHooks):
 
     def __init__(self, *args, parameter_rates: dict, identity: dict, tokens_per_step: int, **kwargs):
         self._staging: Path | None = None
-        self._unread: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._loss = self._bad_gradient = None  # of the last step, until they are read
         self.parameter_rates, self.identity, self.tokens_per_step = parameter_rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
         self.add_callback(_LogTheLastStep())
@@ -102,26 +117,37 @@ class PairTrainer(TrainerHooks):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, pair)
             groups = optimizer_groups(pair.plain_student, list(pair.parameters()), self.parameter_rates)
             self.optimizer = kind(groups, **options)
+            if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+                self.optimizer.register_step_pre_hook(self._refuse_bad_gradient)
         return self.optimizer
+
+    def _refuse_bad_gradient(self, optimizer, args, kwargs) -> None:
+        """Before a step of the optimizer: with gradients that are not finite it changes no weight."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = (~torch.nn.utils.get_total_norm(gradients).isfinite()).float()
+        self._bad_gradient = _Arriving(bad)
+        if optimizer.defaults.get("fused"):  # the kernel reads it, so that the program need not wait for the GPU
+            optimizer.found_inf = bad
+        else:
+            self.check_loss()
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         self.check_loss()
-        self._unread = loss.to("cpu", non_blocking=True), torch.cuda.Event() if loss.is_cuda else None
-        if loss.is_cuda:  # the next step reads it, so that the program need not wait for the GPU here
-            self._unread[1].record()
-        else:
+        self._loss = _Arriving(loss)
+        if not loss.is_cuda:  # otherwise the next step reads it, so that the program need not wait for the GPU here
             self.check_loss()
         return loss
 
     def check_loss(self) -> None:
-        """Read the loss of the last step that was not read yet. Raises ValueError if it is not finite."""
-        if self._unread is None:
+        """Read what was not read yet of the last step. Raises ValueError if its loss or gradient is not finite."""
+        if self._bad_gradient is not None:
+            bad, self._bad_gradient = self._bad_gradient.item(), None
+            if bad:
+                raise UserError(self._diverged("the gradient has NaN or infinite entries"))
+        if self._loss is None:
             return
-        (loss, arrival), self._unread = self._unread, None
-        if arrival is not None:
-            arrival.synchronize()
-        loss = loss.item()
+        loss, self._loss = self._loss.item(), None
         if not math.isfinite(loss):
             raise UserError(self._diverged(f"the loss is {loss}"))
         # the loss of this process and the last micro-batch, which the Trainer has divided by the accumulation steps.

@@ -168,6 +168,8 @@ def test_runs_whose_steps_differ_are_not_recorded(fields, reason):
     assert record_steps(Recipe(**fields), GPU) == (reason is None)
     assert not record_steps(Recipe(**fields), GPU, sharded=True)  # FSDP2 and ZeRO-3 on one GPU
     assert not record_steps(Recipe(**fields, cuda_graph=False), GPU)
+    assert not record_steps(recipe_of_distill := Recipe(stage="distill"), GPU, layerdrop=0.1)
+    assert record_steps(recipe_of_distill, GPU) and record_steps(Recipe(), GPU, layerdrop=0.1)  # align runs no student
     with pytest.raises(UserError, match="cuda_graph is true"):
         record_steps(Recipe(**fields, cuda_graph=True), torch.device("cpu"))
 

@@ -165,3 +165,20 @@ def test_squares_of_a_compiler_are_those_of_eager_code():
     want = squares(*tensors)
     with compiled([squares]):
         torch.testing.assert_close(squares(*tensors), want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("stage", ["align", "distill"])
+def test_compiled_layers_train_alike_on_a_gpu(tmp_path, teacher, stage):
+    """Recorded, and with checkpointing, which is not recorded. Inductor rounds otherwise."""
+    recipe = Recipe(stage=stage, steps=8, trainer={"logging_steps": 1}, **SMALL_RUN)
+    logs = [
+        [entry["loss"] for entry in run(teacher, tmp_path / name, replace(recipe, **fields), [1])[1]["log"]]
+        for name, fields in {
+            "plain": {},
+            "compiled": {"compile": True, "cuda_graph": True},
+            "again": {"compile": True, "gradient_checkpointing": True},
+        }.items()
+    ]
+    for log in logs[1:]:
+        assert log == pytest.approx(logs[0], rel=0.02)

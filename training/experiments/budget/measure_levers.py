@@ -4,9 +4,9 @@
 
 Rows: the fused loss against float64; steps of a 135M shape (16 x 1024 tokens) with the loss as it was (checkpointed,
 in eager float32), with the fused loss, with a CUDA graph of the step, with compiled layers, and with all of them; with
-kept layers, also with attention of plain matrix products (math); the same run through the Trainer; and a 1.2B shape
-(4 x 2048 tokens). A profile names the kernels that take the time. A row that fails or takes too long is recorded with
-its error; the rest then runs in a new process.
+kept layers, also with one kernel of attention after the other (math: plain matrix products); a 1.2B shape (4 x 2048
+tokens); and runs of `align` and `distill` through the Trainer, for several mixers. A profile names the kernels that
+take the time. A row that fails or takes too long is recorded with its error; the rest then runs in a new process.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import itertools
 import json
 import logging
 import os
@@ -31,9 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training import student_teacher
+from hf_memmix.training import compiled_layers, student_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.budget.measure_training import SIZES, materialise, prepared
 from hf_memmix.training.losses import forward_kl
@@ -42,6 +42,10 @@ from hf_memmix.training.train import train
 from hf_memmix_kernels.rowwise import forward_kl_, naive_forward_kl
 
 ROW_SECONDS = 60
+ATTENTION = {
+    "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+}  # fmt: skip
+MIXERS = {"gka": {}, "window": {"mixer": "window", "sinks": 1}, "gated_delta": {"mixer": "gated_delta"}}
 EIGHT = [3, 7, 11, 15, 19, 23, 27, 29]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -88,21 +92,6 @@ def old_loss(on: bool):
         yield
     finally:
         student_teacher.chunked_forward_kl = own
-
-
-def compile_layers(pair, stage: str, on: bool) -> None:
-    """Compile the decoder layers, or no more; in align, with hooks on the teacher's attention, its other parts."""
-    torch._dynamo.config.recompile_limit = 256  # a layer may be compiled for each number that it holds
-    if stage == "distill":
-        parts = [*decoder_layers(pair.teacher), *decoder_layers(pair.plain_student)]
-    else:
-        parts = [*pair.mixers.values()]
-        for layer in decoder_layers(pair.teacher):
-            parts += [layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
-    for part in parts:
-        part._compiled_call_impl = None
-        if on:
-            part.compile(backend="inductor" if CUDA else "aot_eager")
 
 
 def join_layers(pair, on: bool) -> None:
@@ -259,14 +248,17 @@ def levers(stage: str, size: str, modes: list[str], profiled: list[str], timed: 
             gc.collect()
             made["step"] = Step(stage, size, **kwargs)
         step = made["step"]
-        compile_layers(step.pair, stage, "compile" in mode)
         join_layers(step.pair, "joined" in mode)
         step.pair.forget_steps()
         graph = CUDA and "graph" in mode
         if graph:
             step.pair.record_steps()
-        attention = sdpa_kernel(SDPBackend.MATH) if "math" in mode else contextlib.nullcontext()
-        with old_loss("old" in mode), attention:
+        with contextlib.ExitStack() as levers:
+            levers.enter_context(old_loss("old" in mode))
+            if "compile" in mode:
+                levers.enter_context(compiled_layers.compiled(step.pair.modules_to_compile()))
+            for name in ATTENTION.keys() & mode.split():
+                levers.enter_context(sdpa_kernel(ATTENTION[name]))
             found = step.times(5 if CUDA else 1, timed if CUDA else 1)
             if graph:
                 found["recorded"] = step.pair._graph.recorded
@@ -291,27 +283,50 @@ class Clock(TrainerCallback):
     def __init__(self):
         self.at = {}
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin = sync()
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % 5 == 0:
             self.at[state.global_step] = sync()
 
 
-def through_trainer(stage: str, size: str, graph, steps: int = 40 if CUDA else 12, rows: int = 16, length: int = 1024):
-    teacher, student = models(size, (), {})
+def through_trainer(
+    stage: str, size: str, graph, compile: bool, mixer: str, keep=(), rows: int = 16, length: int = 1024
+):
+    """Tokens per second of a run, and the seconds that its first steps take more than later ones: what is compiled is
+    compiled anew.
+    """
+    steps = 30 if CUDA else 12
+    teacher, student = models(size, keep, MIXERS[mixer])
     vocabulary, clock = SIZES[size]["vocab_size"], Clock()
     data = TokenBlocks(torch.randint(3, vocabulary, (rows * length * steps,)), length)
-    with tempfile.TemporaryDirectory() as folder:
+    torch._dynamo.reset()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(force_disable_caches=True):
         result = train(
             student, teacher, data, folder, recipe=stage, stage=stage, steps=steps, warmup_steps=5, batch_size=rows,
-            block_size=length, cuda_graph=graph, save_every=0, callbacks=[clock],
+            block_size=length, cuda_graph=graph, compile=compile, save_every=0, callbacks=[clock],
         )  # fmt: skip
-    seconds = (clock.at[max(clock.at)] - clock.at[min(clock.at)]) / max(1, max(clock.at) - min(clock.at))
-    return {
+    first, last = min(clock.at), max(clock.at)
+    seconds = (clock.at[last] - clock.at[first]) / max(1, last - first)
+    found = {
         "ms": round(seconds * 1e3, 1),
         "tokens_s": round(rows * length / seconds),
+        "start_s": round(clock.at[first] - clock.begin - first * seconds, 1),
         "seconds": result["seconds"],
         "losses": [result["first_loss"], result["last_loss"]],
     }
+    return found | ({"reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)} if CUDA else {})
+
+
+def product(size: str, mixers, keep=(), **shape):
+    """Names and functions of the runs of a shape through the Trainer."""
+    keep = [layer for layer in keep if layer < SIZES[size]["num_hidden_layers"]]
+    for mixer, stage, compile in itertools.product(mixers, ("distill", "align"), (False, True)):
+        name = f"{size} {stage}, {len(keep)} kept, {mixer}: Trainer, graph{', compile' if compile else ''}"
+        yield name, functools.partial(through_trainer, stage, size, "auto", compile, mixer, keep, **shape)
 
 
 def plan(size: str):
@@ -321,23 +336,31 @@ def plan(size: str):
     yield "fused loss against float64", check_loss
     for stage in ("distill", "align"):
         yield from levers(stage, size, ["fused graph", "joined graph"], ["fused graph", "joined graph"], **small)
-    for stage in ("distill", "align"):
-        yield f"{size} {stage} through the Trainer, graph", lambda s=stage: through_trainer(s, size, True, **small)
     yield from levers("distill", size, ["compile graph"], ["compile graph"], **small)
     yield from levers("align", size, ["compile graph"], ["compile graph"], **small)
     yield from levers("distill", size, ["fused", "old"], [], timed=4, **small)
     yield from levers("align", size, ["old"], [], timed=4, **small)
-    yield from levers("distill", size, [*graph, "math graph"], graph, keep=EIGHT, **small)
+    yield from levers(
+        "distill", size, [*graph, "math graph", "flash graph", "cudnn graph"], graph, keep=EIGHT, **small
+    )
     yield from levers("align", size, graph, [], keep=EIGHT, **small)
     for options in ({"mixer": "window"}, {"local_window": 64}):
         yield from levers("distill", size, graph, [], options=options, **small)
     if size == "135M":
         yield from levers("distill", "1.2B", ["fused graph", "old"], graph, 4, rows=4, length=2048)
         yield from levers("align", "1.2B", ["fused graph", "old"], graph, 4, rows=4, length=2048)
-    yield (
-        f"{size} distill through the Trainer, eager",
-        lambda: through_trainer("distill", size, False, 20 if CUDA else 10, **small),
-    )
+    yield from product(size, ["gka"], **small)
+    yield from product(size, ["gka"], EIGHT, **small)
+    if size == "135M":
+        yield from product("1.2B", ["gka"], rows=4, length=2048)
+    others = [mixer for mixer in MIXERS if mixer != "gka"]
+    yield from product(size, others, **small)
+    plain = functools.partial(through_trainer, "distill", size, False, False, "gka", **small)
+    yield f"{size} distill, 0 kept, gka: Trainer, plain", plain
+    if size == "135M":
+        yield from product("1.2B", others, rows=4, length=2048)
+        yield from product("1.2B", ["gka"], EIGHT, rows=4, length=2048)
+    yield from product(size, others, EIGHT, **small)
 
 
 def too_long(*args):
@@ -356,6 +379,8 @@ def main():
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("hf_memmix").setLevel(logging.INFO)
     begin = args.begun or time.time()
+    if not CUDA:
+        compiled_layers.BACKEND = "aot_eager"
     faulthandler.dump_traceback_later(max(10.0, begin + args.seconds + 20 - time.time()), exit=True)
     signal.signal(signal.SIGALRM, too_long)
     args.out.parent.mkdir(parents=True, exist_ok=True)

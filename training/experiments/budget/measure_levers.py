@@ -95,8 +95,8 @@ def old_loss(on: bool):
 
 
 def join_layers(pair, mode: str) -> None:
-    """joined: compute all products of a mixer's input by one matrix, so that it is cast, and its gradient summed, once.
-    padded: only those with a number of outputs that tensor cores do not take, with rows of zeros up to one that they take.
+    """joined: all products of a mixer's input by one matrix, so that it is cast, and its gradient summed, once.
+    padded: only those whose outputs are no multiple of 8, which slow kernels compute, with rows of zeros up to one.
     """
 
     def joined(mixer, x):

@@ -28,13 +28,16 @@ def workspace(tmp_path):
 @pytest.mark.product  # a whole command; its parts have tests
 def test_teacher_beside_student(workspace):
     at = ["--text", workspace / "text.txt", "--tasks", "niah,mqar", "--out", workspace / "eval"]
-    result = result_of(memmix("eval", workspace / "student", "--teacher", workspace / "teacher", *at, *SMALL))
+    texts = ["--generate", "3", "--prompt-tokens", "8", "--new-tokens", "4"]
+    result = result_of(memmix("eval", workspace / "student", "--teacher", workspace / "teacher", *at, *texts, *SMALL))
     names = [MARKER, "probes.json", "probes.png", "probes_gain.png"]
     assert sorted(p.name for p in (workspace / "eval").iterdir()) == names
     saved = json.loads((workspace / "eval" / "probes.json").read_text())
     assert saved == {name: value for name, value in result.items() if name != "out"}
     assert saved["models"]["student"]["mixer_types"] == ["gka", "gka"] and saved["text"]["sha256"]
     assert [row["task"] for row in saved["summary"]] == ["niah", "mqar"]
+    assert saved["generation"]["settings"] == {"prompts": 3, "prompt_tokens": 8, "new_tokens": 4, "seed": 0}
+    assert saved["generation"]["student"]["prompts"] == 3 and saved["by_length"][0]["student"]["generated_interval"]
     assert all(row["teacher"] and row["student"] for row in saved["cells"])
     run = memmix("eval", workspace / "student", *at, *SMALL[:-1], "--overwrite")
     assert run.exit_code == 0 and "gain" in run.stdout

@@ -215,9 +215,9 @@ def _recall(probes: dict | None) -> str:
         rows.append([row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
-        f"\nRecall at lengths {lengths}: the share of right choices among the candidates (for mentions: of exact "
-        "answers), and the nats that an answer token gains from what the context says about it (±: the standard error "
-        f"over {settings.get('gain_error_over', 'answers')}).\n\n"
+        f"\nRecall at lengths {lengths}: the share of right choices among the candidates (for mentions and copies: of "
+        "exact answers), and the nats that an answer token gains from what the context says about it (±: the standard "
+        f"error over {settings.get('gain_error_over', 'answers')}).\n\n"
         f"{markdown_table(head, rows)}\n"
     )
 

@@ -25,12 +25,12 @@ from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS
 from hf_memmix.training.evaluation.probes.tasks import (
+    CHAIN,
     HOPS,
     PAIR_LINE,
+    PASSWORD,
     has_the_same,
     has_value,
-    password_of,
-    question_of_chain,
     sentence,
     sentence_end,
 )
@@ -103,7 +103,7 @@ def passwords(material: DrillMaterial, length: int, draw: random.Random) -> tupl
     events: list[Event] = []
     for key in draw.sample(material.names if draw.random() < 0.7 else material.keys, count):
         value, place = draw.choice(material.values), place_of(draw)
-        start = [*password_of(material, key)]
+        start = [*PASSWORD.told(material, key)]
         text = [*start, *value[1], *material.piece(".")]
         events.append((place, text, None))
         for _ in range(draw.choice((1, 1, 2))):
@@ -126,7 +126,7 @@ def chains(material: DrillMaterial, length: int, draw: random.Random) -> tuple[l
             text = [*has_the_same(material, chain[hop], chain[hop - 1])]
             events.append((begin + (1 - begin) * hop / (HOPS + 1), text, None))
         for asked in (hops, *([draw.randint(0, hops)] if draw.random() < 0.3 else [])):
-            question = [*question_of_chain(material, chain[asked])]
+            question = [*CHAIN.told(material, chain[asked])]
             text = [*question, *value[1], *material.piece(".")]
             events.append((1.0 + draw.random(), text, (len(question), len(value[1]))))
     return woven(material, length, events, draw)

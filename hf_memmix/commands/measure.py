@@ -1,5 +1,6 @@
 """The commands that measure: `memmix report`, student against teacher on a text; `memmix eval`, probes of recall."""
 
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from hf_memmix.commands.common import (
     tokenizer_of,
 )
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.progress import progress, tell_reading
+from hf_memmix.commands.progress import progress, tell, tell_reading
 from hf_memmix.errors import UserError
 
 Seed = Annotated[int, typer.Option(help="Seed of the random choices.")]
@@ -97,6 +98,22 @@ def evaluate(
         str, typer.Option(help="Where the answer stands in the sequence, from 0 (start) to 1 (end).")
     ] = "0,0.25,0.5,0.75,1",
     samples: Annotated[int, typer.Option(min=1, help="Number of sequences per length and depth.")] = 16,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask the probes that are questions in the tokenizer's chat template.")
+    ] = False,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Also generate the answers to questions, and texts after so many prompts beside the teacher's.",
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt of --generate.", show_default="256")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a text of --generate.", show_default="256")
+    ] = None,
     text: Text = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
@@ -105,7 +122,7 @@ def evaluate(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions, facts.
+    """Measure what a model recalls: needles, lists, chains, MQAR, common words, second mentions, copies, facts.
 
     With --device-map auto, one model after the other is in memory.
     """
@@ -116,7 +133,8 @@ def evaluate(
 
     check_placement(device, device_map)
     check_target(out_dir, overwrite)
-    chosen = check_tasks(tasks)
+    chosen = check_tasks(tasks, chat)
+    texts = _generation(teacher, generate, prompt_tokens, new_tokens)
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
     check_grid(chosen, samples=samples, **grid)
     text = asset_path("heldout.txt") if text is None else text
@@ -125,13 +143,14 @@ def evaluate(
     check_not_read(out_dir, *folders.values(), text)
     content = read_text(text)
     with library():
-        from hf_memmix.conversion.limits import check_tokens, limit_of
+        from hf_memmix.conversion.limits import check_length, check_tokens, limit_of
         from hf_memmix.conversion.records import write_json
+        from hf_memmix.training.evaluation.free_generation import compare_texts, text_of
         from hf_memmix.training.evaluation.probes import Material, counted_rows, gain_text, plot_probes, run_probes
         from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER, shares_text
 
     tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
-    material = Material(tokenizer, content)
+    material = Material(tokenizer, content, chat)
     if device_map is None:
         models = run = {role: load(folder, device) for role, folder in folders.items()}
     else:
@@ -142,10 +161,19 @@ def evaluate(
     longest = max(limit_of(model) for model in models.values())
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise UserError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
+    if texts:
+        for role, network in models.items():
+            check_length(network, role, texts["prompt_tokens"] + texts["new_tokens"], "--generate", "ask for fewer")
+    settings = {"seed": seed, "batch_size": batch_size}
     with progress("probing") as advance:
         results = run_probes(
-            run, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
+            run, material, tasks=chosen, samples=samples, generate=bool(texts), progress=advance, **settings, **grid
         )
+    if texts:
+        with progress("generating") as advance:
+            results["generation"] = compare_texts(
+                run, material, progress=advance, estimate=_tell_time, **settings, **texts
+            )
     described = {role: _described(folder, models[role]) for role, folder in folders.items()}
     record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
     results = record | {"text": text_record(text), "environment": environment_of(models)} | results
@@ -164,11 +192,13 @@ def evaluate(
         gains = [gain_text(s) or "-" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
-    lengths = Table("choice / exact, %", "model", *(f"{length} tokens" for length in grid["lengths"]))
+    measures = "choice / exact / generated" if texts else "choice / exact"
+    lengths = Table(f"{measures}, %", "model", *(f"{length} tokens" for length in grid["lengths"]))
     for task in chosen:
         for role in folders:
-            lengths.add_row(task, role, *(shares_text(row, role) for row in rows if row["task"] == task))
+            lengths.add_row(task, role, *(shares_text(row, role, True) for row in rows if row["task"] == task))
     out.print(lengths)
+    out.print("in brackets: the interval of 95 %")
     if any(counts is False for row in rows for counts in row["counts"].values()):
         out.print(f"*: the teacher itself is below {LEAST_OF_TEACHER:.0%}, so this cell does not count")
     if alone := [length for length in grid["lengths"] if length > min(limit_of(model) for model in models.values())]:
@@ -176,10 +206,28 @@ def evaluate(
             f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"
             " holds the results of the other model"
         )
+    if texts:
+        out.print(text_of(results["generation"]["student"]))
     out.print(
         "gain: by how many nats per token the context makes the answer more likely (±: standard error over sequences);"
         f" written to {out_dir}"
     )
+
+
+def _generation(teacher, prompts: int | None, prompt_tokens: int | None, new_tokens: int | None) -> dict:
+    """The sizes of what is generated, as arguments of `compare_texts`; {} if nothing is."""
+    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    if prompts is None:
+        if given := [name for name, size in sizes.items() if size is not None]:
+            raise UserError(f"--{given[0].replace('_', '-')} was given without --generate; add --generate 200")
+        return {}
+    if teacher is None:
+        raise UserError("--generate compares with what a teacher generates; add --teacher")
+    return {"prompts": prompts} | {name: 256 if size is None else size for name, size in sizes.items()}
+
+
+def _tell_time(seconds: float) -> None:
+    tell(f"all texts take about {timedelta(seconds=max(1, round(seconds)))}, by some measured tokens")
 
 
 def _numbers(option: str, text: str, kind) -> tuple:

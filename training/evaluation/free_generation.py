@@ -5,13 +5,23 @@ near its teacher there and far from it here.
 """
 
 import copy
+import random
+import re
+import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
-from hf_memmix.training.evaluation.probes.material import Sample
+from hf_memmix.conversion.text_rows import end_tokens
+from hf_memmix.errors import UserError
+from hf_memmix.training.evaluation.probes.counted import Z, wilson
+from hf_memmix.training.evaluation.probes.material import Material, Sample
+
+MEASURED = 8  # tokens whose time the estimate is made of
+SPARE = 16  # tokens of a generated answer beside the expected ones, because a model may word it in another way
 
 
 @torch.no_grad()
@@ -38,32 +48,119 @@ def greedy_tokens(model: nn.Module, prompts: Tensor, new_tokens: int, batch_size
     return torch.cat(found)
 
 
-def divergence_of(ours: Tensor, theirs: Tensor) -> dict:
-    """How long greedy texts [N, T] agree.
+def divergence_of(ours: Tensor, theirs: Tensor, ends: set[int] = frozenset()) -> dict:
+    """How long greedy texts [N, T] agree. What follows one of the tokens `ends` in `theirs` does not count.
 
-    Returns `{"prompts", "new_tokens", "same", "first_divergence", "median"}`: the share of texts that are the same,
-    and the mean and median number of tokens before the first different one, T for texts that are the same.
+    Returns `{"prompts", "new_tokens", "same", "same_interval", "first_divergence", "error", "median"}`: the share of
+    texts that are the same, with its interval of 95 %; the mean number of tokens before the first different one, T for
+    texts that are the same, with its standard error (None for one text); and the median.
     """
-    differ = ours != theirs
+    ended = torch.isin(theirs, torch.tensor(sorted(ends), dtype=theirs.dtype))
+    differ = (ours != theirs) & (ended.cumsum(1) - ended.int() == 0)
     length = ours.shape[1]
-    first = torch.where(differ.any(1), differ.int().argmax(1), length)
+    first = torch.where(differ.any(1), differ.int().argmax(1), length).float()
+    same = (first == length).float().mean().item()
     return {
         "prompts": len(ours),
         "new_tokens": length,
-        "same": (first == length).float().mean().item(),
-        "first_divergence": first.float().mean().item(),
-        "median": first.float().quantile(0.5).item(),
+        "same": same,
+        "same_interval": list(wilson(same, len(ours))),
+        "first_divergence": first.mean().item(),
+        "error": first.std().item() / len(ours) ** 0.5 if len(ours) > 1 else None,
+        "median": first.quantile(0.5).item(),
     }
 
 
-def generated_answers(model: nn.Module, samples: list[Sample], batch_size: int = 32) -> float:
-    """The share of samples whose only answer, at their end, is what the model generates there."""
+def compare_texts(
+    models: dict[str, nn.Module | Callable[[], nn.Module]],
+    material: Material,
+    *,
+    prompts: int = 200,
+    prompt_tokens: int = 256,
+    new_tokens: int = 256,
+    seed: int = 0,
+    batch_size: int = 8,
+    estimate: Callable[[float], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Texts that every model generates after pieces of the material's text, beside those of the model "teacher".
+
+    In a chat, a piece is the message of the user. The end of a text, as the teacher's generation config and tokenizer
+    name it, ends the comparison.
+
+    Args:
+        models: as those of `run_probes`.
+        prompt_tokens: tokens of a prompt, with those of the chat template.
+        estimate: called once with the seconds that all texts take, by some measured tokens of the first model.
+
+    Returns:
+        `divergence_of` by the name of each other model, and `settings`.
+
+    Raises:
+        ValueError: `prompt_tokens` leaves no room for text.
+    """
+    draw, around = random.Random(f"{seed} texts"), len(material.start) + len(material.turn)
+    size = prompt_tokens - around
+    if size < 1:
+        raise UserError(
+            f"prompt_tokens is {prompt_tokens}, and {around} of a prompt are no text; give a longer prompt"
+        )
+    pieces = [[*material.start, *material.window(size, draw), *material.turn] for _ in range(prompts)]
+    asked, said, ends = torch.tensor(pieces), {}, set()
+    for done, (name, model) in enumerate(models.items()):
+        model = model if isinstance(model, nn.Module) else model()
+        if estimate is not None and not done:
+            began = time.time()
+            greedy_tokens(model, asked[:batch_size], MEASURED, batch_size)
+            rounds = len(models) * -(-prompts // batch_size) * new_tokens / MEASURED
+            estimate((time.time() - began) * rounds)
+        texts = []
+        for number, batch in enumerate(asked.split(batch_size), 1):
+            texts.append(greedy_tokens(model, batch, new_tokens, batch_size))
+            if progress is not None:
+                progress(done * prompts + min(number * batch_size, prompts), len(models) * prompts)
+        said[name] = torch.cat(texts)
+        if name == "teacher":
+            ends = end_tokens(model.generation_config, material.tokenizer)
+        del model
+    settings = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "seed": seed}
+    others = {name: divergence_of(texts, said["teacher"], ends) for name, texts in said.items() if name != "teacher"}
+    return others | {"settings": settings}
+
+
+def text_of(found: dict) -> str:
+    """A `divergence_of` in words."""
+    low, high = (100 * bound for bound in found["same_interval"])
+    error = "" if found["error"] is None else f" ± {Z * found['error']:.0f}"
+    return (
+        f"the first token that is not the teacher's comes after {found['first_divergence']:.0f}{error} of"
+        f" {found['new_tokens']} (median {found['median']:.0f}), and {100 * found['same']:.0f}% ({low:.0f}-{high:.0f})"
+        f" of {found['prompts']} texts are the same"
+    )
+
+
+def generated_answers(
+    model: nn.Module, samples: list[Sample], tokenizer=None, batch_size: int = 32
+) -> list[bool | None]:
+    """Whether a model that generates gives the answer of each sample; None for a sample without `Answer.asked`.
+
+    If the answer is asked for where it stands, the generated tokens must be those of the answer. After a question, the
+    generated text must have it as a word; this needs the tokenizer.
+    """
+    found: list[bool | None] = [None] * len(samples)
     groups = defaultdict(list)  # of equally long prompts and answers, so that nothing is padded
-    for sample in samples:
-        (answer,) = sample.answers
-        groups[answer.start, len(sample.ids) - answer.start].append(sample.ids)
-    right = 0
-    for (start, size), rows in groups.items():
-        ids = torch.tensor(rows)
-        right += (greedy_tokens(model, ids[:, :start], size, batch_size) == ids[:, start:]).all(1).sum().item()
-    return right / len(samples)
+    for number, sample in enumerate(samples):
+        if (answer := sample.answers[-1]).asked is not None:
+            groups[answer.asked, answer.start, answer.stop].append(number)
+    for (asked, start, stop), numbers in groups.items():
+        ids = torch.tensor([samples[number].ids for number in numbers])
+        new_tokens = stop - asked + (SPARE if asked < start else 0)
+        said = greedy_tokens(model, ids[:, :asked], new_tokens, batch_size)
+        for number, ours, expected in zip(numbers, said, ids[:, start:stop], strict=True):
+            found[number] = torch.equal(ours, expected) if asked == start else _names(tokenizer, ours, expected)
+    return found
+
+
+def _names(tokenizer, said: Tensor, expected: Tensor) -> bool:
+    text, word = (tokenizer.decode(tokens, skip_special_tokens=True).lower() for tokens in (said, expected))
+    return re.search(rf"\b{re.escape(word.strip())}\b", text) is not None

@@ -2,24 +2,42 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
-from hf_memmix.training.evaluation.free_generation import divergence_of, generated_answers, greedy_tokens
+from hf_memmix.training.evaluation.free_generation import (
+    compare_texts,
+    divergence_of,
+    generated_answers,
+    greedy_tokens,
+    text_of,
+)
+from hf_memmix.training.evaluation.probes import Material, run_probes
+from hf_memmix.training.evaluation.probes.counted import wilson
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
-from tiny_teachers import tiny_teacher
+from tiny_teachers import CHAT, tiny_teacher, tiny_tokenizer
 
 
 def test_texts_agree_until_their_first_different_token():
     theirs = torch.arange(12).view(3, 4)
     ours = theirs.clone()
     ours[1, 2:], ours[2, 0] = 0, 99  # what follows a different token does not count
-    assert divergence_of(ours, theirs) == {
+    found = divergence_of(ours, theirs)
+    assert found == {
         "prompts": 3,
         "new_tokens": 4,
         "same": pytest.approx(1 / 3),
+        "same_interval": pytest.approx(wilson(1 / 3, 3)),
         "first_divergence": pytest.approx((4 + 2 + 0) / 3),
+        "error": pytest.approx((4 / 3) ** 0.5),
         "median": 2.0,
     }
+    assert "± 2 of 4" in text_of(found)
+    assert divergence_of(ours[:1], theirs[:1])["error"] is None
+    # what follows the end of the teacher's text does not count, but the end itself does
+    ended = divergence_of(ours[1:], theirs[1:], ends={5, 8})
+    assert ended["same"] == 0.5 and ended["first_divergence"] == (4 + 0) / 2
 
 
 @pytest.mark.parametrize("kept", [[0], [0, 1]])
@@ -33,7 +51,40 @@ def test_a_model_generates_its_likeliest_tokens_whatever_its_settings_say(kept):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     model.generation_config.update(do_sample=True, temperature=7.0, eos_token_id=ids[0, 10].item())
     assert torch.equal(greedy_tokens(model, prompts, 5, batch_size=2), ids[:, 9:])
-    samples = [Sample(row.tolist(), [], [Answer(9, 14)]) for row in ids]
-    samples.append(Sample([*ids[0, :8].tolist(), (ids[0, 8].item() + 1) % 60], [], [Answer(8, 9)]))
-    right = greedy_tokens(model, ids[:1, :8], 1)[0, 0] == (ids[0, 8] + 1) % 60
-    assert generated_answers(model, samples) == (3 + right) / 4
+    samples = [Sample(row.tolist(), [], [Answer(9, 14, asked=9)]) for row in ids]
+    wrong = [*ids[0, :8].tolist(), (ids[0, 8].item() + 1) % 60]
+    samples += [Sample(wrong, [], [Answer(8, 9, asked=8)]), Sample(wrong, [], [Answer(8, 9)])]
+    right = greedy_tokens(model, ids[:1, :8], 1)[0, 0] == wrong[-1]
+    assert generated_answers(model, samples) == [True, True, True, bool(right), None]
+
+
+def test_a_generated_answer_to_a_question_holds_the_expected_word():
+    """Whatever the words around it are."""
+    tokenizer, model = tiny_tokenizer(), tiny_teacher(layers=1)
+    prompt = [5, 6, 7]
+    said = greedy_tokens(model, torch.tensor([prompt]), 19)[0].tolist()  # two tokens before the answer, and the rest
+    other = next(token for token in range(4, 30) if token not in said)
+    answers = [Sample([*prompt, 8, 9, token], [], [Answer(5, 6, asked=3)]) for token in (said[0], said[5], other)]
+    assert said[5] > 3 and generated_answers(model, answers, tokenizer) == [True, True, False]
+
+
+def test_texts_and_answers_of_a_student_beside_its_teacher():
+    teacher = tiny_teacher(layers=2, vocab_size=4096)
+    student = convert_model(teacher, "gka", keep=[0])
+    tokenizer, text = AutoTokenizer.from_pretrained(asset_path("tiny_teacher")), asset_path("heldout.txt").read_text()
+    tokenizer.chat_template = CHAT
+    models, seconds, seen = {"teacher": teacher, "student": lambda: student, "same": teacher}, [], []
+    material = Material(tokenizer, text, chat=True)
+    sizes = {"prompts": 3, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 2}
+    found = compare_texts(models, material, **sizes, estimate=seconds.append, progress=lambda *at: seen.append(at))
+    assert list(found) == ["student", "same", "settings"] and found["same"]["same"] == 1
+    assert found["student"]["first_divergence"] < 6 == found["same"]["first_divergence"]
+    assert len(seconds) == 1 and seconds[0] > 0 and seen[-1] == (9, 9)
+    with pytest.raises(ValueError, match="longer prompt"):
+        compare_texts(models, material, prompt_tokens=4)
+    arguments = {"lengths": (160,), "depths": (0.5,), "samples": 2, "generate": True}
+    results = run_probes(models, material, tasks=("question",), **arguments)
+    assert results["settings"]["chat"] and 0 <= results["cells"][0]["student"]["generated"] <= 1
+    plain = run_probes(models, Material(tokenizer, text), tasks=("fact", "mqar"), **arguments)
+    for row in plain["summary"]:  # here an exact answer is one that the model generates
+        assert row["teacher"]["generated"] == (row["teacher"]["exact"] if row["task"] == "fact" else None)

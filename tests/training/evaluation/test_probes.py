@@ -1,5 +1,6 @@
 """Probes of recall: exact lengths, answers that a model which copies gets right and a deaf one does not."""
 
+import copy
 import json
 import math
 import statistics
@@ -26,9 +27,10 @@ from hf_memmix.training.evaluation.probes.counted import shares_text, wilson
 from hf_memmix.training.evaluation.probes.grid import means
 from hf_memmix.training.evaluation.probes.material import Answer
 from hf_memmix.training.evaluation.probes.score import Scores, score
-from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+from hf_memmix.training.evaluation.probes.tasks import CUE, check_tasks
+from tiny_teachers import CHAT, tiny_teacher, tiny_text, tiny_tokenizer
 
-ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar", "fact", "facts")
+ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar", "copy", "fact", "facts", "pairs", "question")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def test_sequences_have_the_asked_length_and_hold_their_answers(bundled, task, l
 
 
 def test_depth_is_where_the_answer_stands(bundled):
-    for task in ("niah", "kv", "fact"):
+    for task in ("niah", "kv", "copy", "fact", "facts", "pairs", "question"):
         for depth in (0.0, 0.5, 1.0):
             (sample,) = draw(task, bundled, 512, depth, seed=0, count=1)
             changed = [i for i, pair in enumerate(zip(sample.ids, sample.control, strict=True)) if pair[0] != pair[1]]
@@ -109,9 +111,40 @@ def test_a_copying_model_recalls_and_a_constant_model_does_not(bundled):
     models = {"copier": Copier(4096), "deaf": Copier(4096, deaf=True)}
     results = run_probes(models, bundled, tasks=ANSWERED_BY_COPYING, lengths=(128,), depths=(0.0, 1.0), samples=2)
     for row in results["summary"]:
-        assert row["copier"]["exact"] == row["copier"]["choice"] == 1.0
+        assert row["copier"]["exact"] == 1.0 and row["copier"]["choice"] in (1.0, None)
         assert row["copier"]["gain"] > 1 and row["copier"]["nll"] < 0.1
         assert row["deaf"]["exact"] == 0 and row["deaf"]["gain"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_chat_holds_text_and_question_in_one_message(bundled):
+    tokenizer = copy.deepcopy(bundled.tokenizer)
+    tokenizer.chat_template = CHAT
+    plain, chat = bundled, Material(tokenizer, asset_path("heldout.txt").read_text(encoding="utf-8"), chat=True)
+    assert check_tasks("all", chat=True) == tuple(task for task in TASKS if TASKS[task].asks)
+    for task in check_tasks("all", chat=True):
+        (sample,), (other,) = (draw(task, material, 192, 0.5, seed=0, count=1) for material in (chat, plain))
+        (answer,) = sample.answers
+        assert len(sample.ids) == 192 and answer.asked < answer.start and sample.ids != sample.control
+        message = tokenizer.decode(sample.ids[len(chat.start) : answer.asked - len(chat.turn)])
+        messages = [{"role": "user", "content": message}]
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(sample.ids[: answer.asked]) == whole
+        asked_in_words = task == "question"
+        assert (other.answers[0].asked < other.answers[0].start) == asked_in_words
+    with pytest.raises(ValueError, match="'mqar' asks nothing"):
+        draw("mqar", chat, 192, None, seed=0, count=1)
+    with pytest.raises(ValueError, match="no chat template"):
+        Material(tiny_tokenizer(), tiny_text(200), chat=True)
+
+
+def test_a_copied_passage_occurs_once_before(bundled, small):
+    for sample in draw("copy", bundled, 512, 0.5, seed=0, count=4):
+        (answer,) = sample.answers
+        passage = sample.ids[answer.start - CUE : answer.stop]
+        assert sum(sample.ids[i : i + len(passage)] == passage for i in range(512)) == 2
+        assert sum(sample.control[i : i + len(passage)] == passage for i in range(512)) == 1
+    with pytest.raises(ValueError, match="no passage that occurs once"):
+        draw("copy", small, 500, 0.5, seed=0, count=1)
 
 
 def test_answers_of_a_long_sequence_have_other_values_in_the_control(bundled):
@@ -214,7 +247,9 @@ def test_a_cell_counts_if_the_teacher_knows_the_answer(small):
         cell["teacher"] |= {"choice": 1.0, "exact": exact}
     short, long = counted_rows(results)
     assert short["answers"] == 6 and short["teacher"]["exact"] == 0.75 and short["teacher"]["choice"] == 1
-    assert short["counts"] == {"choice": True, "exact": False} and long["counts"] == {"choice": True, "exact": True}
+    unknown = {"generated": None}
+    assert short["counts"] == {"choice": True, "exact": False} | unknown
+    assert long["counts"] == {"choice": True, "exact": True} | unknown
     assert shares_text(short, "teacher") == "100 / 75*"
     assert long["student"] is None and shares_text(long, "student") == "-"
     assert short["teacher"]["exact_interval"] == pytest.approx(wilson(0.75, 6))

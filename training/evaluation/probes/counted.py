@@ -1,4 +1,4 @@
-"""The results of probes by task and length: choice and exact beside each other, with intervals, and what counts.
+"""The results of probes by task and length: choice, exact and generated answers with intervals, and what counts.
 
 A cell in which the teacher itself is below `LEAST_OF_TEACHER` says more about the question than about the student, so
 it does not count.
@@ -8,7 +8,7 @@ import math
 
 LEAST_OF_TEACHER = 0.8
 Z = 1.96  # of an interval of 95 %
-MEASURES = ("choice", "exact")
+MEASURES = ("choice", "exact", "generated")
 FIELDS = ("task", "length", "depth", "answers", "chance")
 
 
@@ -23,11 +23,11 @@ def counted_rows(results: dict, teacher: str = "teacher") -> list[dict]:
 
     results: of `run_probes`.
 
-    Returns rows `{"task", "length", "answers", "chance", "counts"}` and, by the model's name, `{"choice", "exact",
-    "choice_interval", "exact_interval"}`, or None if the length is over the model's limit. `choice` is None without
-    candidates. `counts` says for each measure whether the teacher has at least `LEAST_OF_TEACHER`; None without a
-    teacher. The intervals treat the answers of one sequence as independent, so they are too narrow for tasks with many
-    answers in a sequence.
+    Returns rows `{"task", "length", "answers", "chance", "counts"}` and, by the model's name, a share and an interval
+    ("exact", "exact_interval") for each of `MEASURES`, or None if the length is over the model's limit. "choice" is
+    None without candidates, "generated" if nothing was generated. `counts` says for each measure whether the teacher
+    has at least `LEAST_OF_TEACHER`; None without a teacher. The intervals treat the answers of one sequence as
+    independent, so they are too narrow for tasks with many answers in a sequence.
     """
     found: dict[tuple[str, int], list[dict]] = {}
     for cell in results["cells"]:
@@ -48,7 +48,7 @@ def _shares(cells: list[dict], name: str, answers: int) -> dict | None:
         return None
     shares = {}
     for measure in MEASURES:
-        known = all(cell[name][measure] is not None for cell in cells)
+        known = all(cell[name].get(measure) is not None for cell in cells)
         share = sum(cell["answers"] * cell[name][measure] for cell in cells) / answers if known else None
         shares |= {measure: share, f"{measure}_interval": None if share is None else list(wilson(share, answers))}
     return shares
@@ -60,12 +60,16 @@ def _counts(teacher: dict | None, measure: str) -> bool | None:
     return teacher[measure] >= LEAST_OF_TEACHER
 
 
-def shares_text(row: dict, name: str) -> str:
-    """Choice and exact of a model in percent, "98 / 74"; a star behind what does not count; "-" without figures."""
+def shares_text(row: dict, name: str, intervals: bool = False) -> str:
+    """The measures of a model in percent, "98 / 74" or "98 (92-100) / 74 (62-83)"; a star behind what does not count;
+    "-" without figures.
+    """
     if row[name] is None:
         return "-"
     texts = []
     for measure in MEASURES:
-        if (share := row[name][measure]) is not None:
-            texts.append(f"{100 * share:.0f}" + ("*" if row["counts"][measure] is False else ""))
+        if (share := row[name].get(measure)) is not None:
+            star = "*" if row["counts"][measure] is False else ""
+            low, high = (100 * bound for bound in row[name][f"{measure}_interval"])
+            texts.append(f"{100 * share:.0f}{star}" + (f" ({low:.0f}-{high:.0f})" if intervals else ""))
     return " / ".join(texts)

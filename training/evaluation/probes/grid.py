@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from hf_memmix.conversion.limits import limit_of
+from hf_memmix.training.evaluation.free_generation import generated_answers
 from hf_memmix.training.evaluation.probes.material import Material
 from hf_memmix.training.evaluation.probes.score import Scores, score
 from hf_memmix.training.evaluation.probes.tasks import TASKS, check_grid, draw
@@ -25,6 +27,7 @@ def run_probes(
     seed: int = 0,
     batch_size: int = 8,
     control: bool = True,
+    generate: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Score every model on the same sequences.
@@ -36,6 +39,7 @@ def run_probes(
         models: by name, a model or a function that loads it. A loaded model leaves the memory before the next one.
         samples: sequences per cell. A task without depths draws this number of sequences per length.
         control: whether the controls are read. Without them, gains are None, and the probes take half of the time.
+        generate: whether the models also generate the answers to probes that are questions.
 
     Returns:
         `settings`, `cells` and `summary`. A cell has `{"task", "length", "depth", "answers", "chance"}` and, for every
@@ -63,7 +67,11 @@ def run_probes(
         model = model if isinstance(model, nn.Module) else model()
         for (task, length), scores in raw.items():
             if length <= limit_of(model):
-                scores[name] = score(model, cell(task, length, samples), batch_size, control)
+                drawn = cell(task, length, samples)
+                scores[name] = score(model, drawn, batch_size, control)
+                if generate and TASKS[task].asks:
+                    answers = generated_answers(model, drawn, material.tokenizer, batch_size)
+                    scores[name] = [replace(s, generated=answers[s.sequence]) for s in scores[name]]
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -74,7 +82,7 @@ def run_probes(
     return {
         "settings": {
             "tasks": list(tasks), "lengths": list(lengths), "depths": list(depths), "samples": samples, "seed": seed,
-            "gain_error_over": "sequences",
+            "chat": material.chat, "gain_error_over": "sequences",
         },
         "cells": cells,
         "summary": [_summary(task, models, [raw[task, length] for length in lengths]) for task in tasks],
@@ -91,6 +99,7 @@ def means(scores: list[Scores], sequences: Sequence[Hashable] | None = None) -> 
         sequences: the sequence of each answer; default: `Scores.sequence`.
     """
     choices = [s.choice for s in scores if s.choice is not None]
+    generated = [s.generated for s in scores if s.generated is not None]
     count = max(1, len(scores))
     sequences = sequences or [s.sequence for s in scores]
     gains = [(s.gain, sequence) for s, sequence in zip(scores, sequences, strict=True) if s.gain is not None]
@@ -99,6 +108,7 @@ def means(scores: list[Scores], sequences: Sequence[Hashable] | None = None) -> 
         "nll": sum(s.nll for s in scores) / count,
         "exact": sum(s.exact for s in scores) / count,
         "choice": sum(choices) / len(choices) if choices else None,
+        "generated": sum(generated) / len(generated) if generated else None,
         "gain": gain,
         "gain_error": _error_of_mean(gains),
     }

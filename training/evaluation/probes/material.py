@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from hf_memmix.conversion.text_rows import beginning_of, encode
 from hf_memmix.errors import UserError
-from hf_memmix.training.evaluation.probes.nouns import NOUNS
+from hf_memmix.training.chat_rows import render
+from hf_memmix.training.evaluation.probes.nouns import NAMES, NOUNS
+from hf_memmix.training.text_files import Conversation
 
 MAX_WORD_TOKENS = 3
 MAX_VALUES = 128
 MAX_KEYS = 1024
 COMMON = 150  # so many of the most frequent words are not used: a model predicts them without recall
 DOCUMENT_MARK = "<|endoftext|>"
+MESSAGE = "The message of a user."  # in its place, a chat has the text and the question
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Answer:
     candidates: first tokens of all possible answers, with the right one; empty if every token is possible.
     replaced: whether the control's context has something else in the place of this answer. Without it, a control
         measures nothing.
+    asked: where a model that generates begins to answer, at most `start`; None if nothing is asked there.
     """
 
     start: int
@@ -35,6 +39,7 @@ class Answer:
     depth: float | None = None
     candidates: tuple[int, ...] = ()
     replaced: bool = True
+    asked: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,19 @@ class Material:
     A word has one to three tokens, occurs more than once, and is not one of the most frequent words. No two keys, and
     no two values, have the same first token.
 
+    Args:
+        chat: in probes that are questions, text and question are a message of a user in the tokenizer's chat template,
+            and the answer is that of the assistant. `start` and `turn` are what the template puts before and behind
+            the message; without a chat, `start` is what the tokenizer puts before a text.
+
     Raises:
-        ValueError: there are fewer than 8 such words for keys or for values.
+        ValueError: there are fewer than 8 such words for keys or for values, or there is no chat template.
     """
 
-    def __init__(self, tokenizer, text: str):
-        self.tokenizer, self._words, self._pieces = tokenizer, {}, {}
+    def __init__(self, tokenizer, text: str, chat: bool = False):
+        self.tokenizer, self.chat, self._words, self._pieces = tokenizer, chat, {}, {}
         self.filler = self.encode(text.replace(DOCUMENT_MARK, "\n"))
-        self.start = beginning_of(tokenizer)
+        self.start, self.turn = self._around_a_message() if chat else (beginning_of(tokenizer), [])
         counts = Counter(re.findall(r"[A-Za-z]+", text))
         order = sorted(counts, key=lambda word: (-counts[word], word))
         if sum(len(word) > 3 for word in order) > 4 * MAX_VALUES:
@@ -79,6 +89,20 @@ class Material:
                 f"the text gives {len(self.keys)} keys and {len(self.values)} values that this tokenizer writes in at "
                 f"most {MAX_WORD_TOKENS} tokens; probes need 8 of each: give a longer text in the tokenizer's language"
             )
+
+    def _around_a_message(self) -> tuple[list[int], list[int]]:
+        asked = Conversation([{"role": "user", "content": MESSAGE}], None, "a probe that is asked as a chat")
+        before, _, after = render(asked, self.tokenizer, prompt=True).partition(MESSAGE)
+        return self.encode(before), self.encode(after)
+
+    @functools.cached_property
+    def people(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The names of `nouns.NAMES` as keys; the first keys of the text where the tokenizer writes less than half of
+        them in at most three tokens.
+        """
+        taken = {tokens[0] for _, tokens in self.nouns}
+        pool = [name for name in self._pool(NAMES) if name[1][0] not in taken]
+        return pool if len(pool) >= len(NAMES) // 2 else self.keys[: len(NAMES)]
 
     @functools.cached_property
     def nouns(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""Names of things, which a pretrained model expects behind "is" as little as any other."""
+"""Names of things, which a pretrained model expects behind "is" as little as any other; and names of people."""
 
 _WORDS = """
 anchor apple apron arrow basket beach bell bench blanket bottle bread bridge broom brush bucket butter button cabin
@@ -14,3 +14,11 @@ trumpet tulip turtle umbrella valley vase velvet village violin volcano wagon wa
 wolf wool zebra
 """
 NOUNS = tuple(_WORDS.split())
+
+_NAMES = """
+Adam Alice Amy Andrew Anna Anthony Barbara Brian Carol Charles Chris Clara Daniel David Diana Donald Edward Emily Emma
+Eric Frank Fred George Grace Hannah Harry Helen Henry Ian Jack James Jane Jason Jim Joan Joe John Julia Karen Kate
+Kevin Laura Lee Linda Lisa Louis Lucy Luke Maria Martin Mary Matt Max Michael Nancy Nick Oliver Oscar Paul Peter Philip
+Rachel Rebecca Richard Robert Roger Ruth Sam Sara Scott Simon Sophie Steve Susan Thomas Tom Victor Walter William
+"""
+NAMES = tuple(_NAMES.split())

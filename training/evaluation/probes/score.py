@@ -22,6 +22,7 @@ class Scores:
     choice: whether its first token is the likeliest one among the candidates' first tokens; None without candidates.
     gain: nll in the control minus nll; None if the control was not read, or has the same answer in its context.
     sequence: the number of its sequence in the list of samples. Answers of one sequence are not independent.
+    generated: whether the model gives the answer when it generates, see `generated_answers`; None if it did not.
     """
 
     answer: Answer
@@ -30,6 +31,7 @@ class Scores:
     choice: bool | None
     gain: float | None
     sequence: int = 0
+    generated: bool | None = None
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The tasks: needles, dictionaries, chains of variables, associative recall, common words, second mentions, facts.
+"""The tasks: needles, lists, chains, associative recall, common words, second mentions, copying, facts, questions.
 
     niah, niah_multi   one key and value, or four of them, in filler text (RULER, arXiv:2404.06654)
     kv                 a list of keys and values that fills the context; the question is the value of one key
@@ -6,8 +6,15 @@
     mqar               keys and values, then every key again in another order (Zoology, arXiv:2312.04927)
     common_words       a list in which one word occurs much more often than the others
     mentions           real text: the second token of a rare pair that occurs for the second time in the window
-    fact, facts        as niah and niah_multi, in a form for pretrained models: "The code of NAME is NOUN."; the nouns
-                       are things that a model does not expect there
+    copy               real text: a passage begins again at the end, and goes on as before
+    fact               as niah, in a form for pretrained models: "The code of NAME is NOUN."; the nouns are things that
+                       a model does not expect there
+    facts              one of four such sentences, which SmolLM2-135M-Instruct confuses
+    pairs              one of four facts in sentences: "The password of Anna is lemon. The symbol of Peter is tower."
+    question           one of four sentences as a person would write them, "Anna has lost the lemon.", asked in words:
+                       "What has Anna lost?"
+
+The probes with `Task.asks` can be asked as a chat: see `Material`.
 
 Every function takes the material, a length, a depth and a random generator, and returns one `Sample` of exactly this
 length. In the control of a sample, the context has other values. So the difference between the two scores measures
@@ -28,7 +35,8 @@ NEAR = 24  # a needle is moved by at most this number of tokens to the end of a 
 COMMON_EVERY = 4  # every fourth word of the list is the same one
 RARE_PAIR = 8  # a pair is rare if it occurs at most this often in the whole text, so that it must be recalled
 WINDOWS = 64  # number of windows that are tried to find a second mention
-FACTS = 4  # SmolLM2-135M confuses more of them
+FACTS = 4  # sentences of which one is asked for
+CUE, COPIED = 8, 8  # tokens of a passage that are given again, and those that a model adds
 MENTIONS = 16  # largest number of answers per window; the control changes the first mention of each
 # Tokens of one task and length that are in memory at a time. With 8,192 tokens, one takes 16 bytes in lists of
 # needles, 19 of dictionaries and 43 of associative recall (tracemalloc): 4, 5 and 12 GB at this limit.
@@ -40,21 +48,73 @@ PAIR_LINE = (":", "\n")  # what follows the key and the value of a dictionary's 
 
 @dataclass(frozen=True)
 class Task:
-    """`depths`: whether a sample is drawn for a depth. Otherwise each answer has a depth of its own, or None."""
+    """`depths`: whether a sample is drawn for a depth. Otherwise each answer has a depth of its own, or None.
+
+    asks: whether it is a question, which can be asked as a chat.
+    """
 
     make: Callable[[Material, int, float, random.Random], Sample]
     depths: bool
+    asks: bool = False
 
 
-def check_tasks(text: str) -> tuple[str, ...]:
-    """The tasks that a user names: names with commas between them, or "all".
+@dataclass(frozen=True)
+class Form:
+    """How a fact is said and asked; `{}` stands for the key, with a space before it.
+
+    said: the words before the value. In a text they are the question as well, and the answer to `question` begins so.
+    question: what a chat asks.
+    in_words: whether a text asks the question, too.
+    """
+
+    said: str
+    question: str
+    in_words: bool = False
+
+    def told(self, material: Material, key) -> tuple[int, ...]:
+        before, after = self.said.split("{}")
+        return sentence(material, before, key, after)
+
+    def asked(self, material: Material, key) -> tuple[list[int], list[int]]:
+        """The tokens between a text and an answer, and those with which the answer begins; the value follows."""
+        if not (material.chat or self.in_words):
+            return [], [*self.told(material, key)]
+        before, after = self.question.split("{}")
+        answer = self.said.format(" " + key[0]).lstrip()
+        if material.chat:
+            return [*sentence(material, "\n\n" + before, key, after), *material.turn], material.encode(answer)
+        question = sentence(material, "\n\nQuestion: " + before, key, after + "\nAnswer:")
+        return [*question], material.piece(" " + answer)
+
+
+PASSWORD = Form(" The password of{} is", "What is the password of{}?")
+CODE = Form(" The code of{} is", "What is the code of{}?")
+CHAIN = Form(" So what{} has is the", "What does{} have?")
+# the forms of four facts in which SmolLM2-135M-Instruct answers best: `training/experiments/smollm2/probe_forms.py`
+_THINGS = ("code", "password", "nickname", "favorite word", "secret", "symbol")
+THINGS = tuple(Form(f" The {thing} of{{}} is", f"What is the {thing} of{{}}?") for thing in _THINGS)
+SENTENCES = (
+    Form("{} has lost the", "What has{} lost?", in_words=True),
+    Form("{} is looking for the", "What is{} looking for?", in_words=True),
+    Form("{} drew a picture of the", "Of what did{} draw a picture?", in_words=True),
+    Form("{} wrote a letter about the", "What did{} write a letter about?", in_words=True),
+    Form("{} dreams of the", "What does{} dream of?", in_words=True),
+    Form("{} has sold the", "What has{} sold?", in_words=True),
+)
+
+
+def check_tasks(text: str, chat: bool = False) -> tuple[str, ...]:
+    """The tasks that a user names: names with commas between them, or "all", which in a chat are all questions.
 
     Raises:
-        ValueError: there is no such task, or one is named twice.
+        ValueError: there is no such task, one is named twice, or is no question for a chat.
     """
-    names = tuple(TASKS) if text == "all" else tuple(part.strip() for part in text.split(","))
+    known = tuple(task for task in TASKS if TASKS[task].asks or not chat)
+    names = known if text == "all" else tuple(part.strip() for part in text.split(","))
     if unknown := [task for task in names if task not in TASKS]:
         raise UserError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+    if others := [task for task in names if task not in known]:
+        raise UserError(f"task {others[0]!r} asks nothing, so it is no chat; there are {', '.join(known)}")
     if repeated := [task for task in names if names.count(task) > 1]:
         raise UserError(f"task {repeated[0]!r} is named twice; name each task once")
     return names
@@ -89,10 +149,10 @@ def draw(task: str, material: Material, length: int, depth: float | None, seed: 
     """`count` samples of a cell. The same arguments give the same samples.
 
     Raises:
-        ValueError: there is no such task, or it does not fit in `length` tokens.
+        ValueError: there is no such task, it is no question for the chat of the material, or it does not fit in
+            `length` tokens.
     """
-    if task not in TASKS:
-        raise UserError(f"task {task!r} is unknown; there are {', '.join(TASKS)}")
+    check_tasks(task, material.chat)
     samples = []
     for i in range(count):
         source = random.Random(f"{seed} {task} {length} {depth} {i}")
@@ -106,16 +166,6 @@ def sentence(material: Material, *parts) -> tuple[int, ...]:
     return tuple(t for part in parts for t in (material.piece(part) if isinstance(part, str) else part[1]))
 
 
-def password_of(material: Material, key) -> tuple[int, ...]:
-    """The start of a needle, which is also the question about it; the value follows."""
-    return sentence(material, " The password of", key, " is")
-
-
-def code_of(material: Material, key) -> tuple[int, ...]:
-    """The start of a fact, which is also the question about it; the noun follows."""
-    return sentence(material, " The code of", key, " is")
-
-
 def has_value(material: Material, name, value) -> tuple[int, ...]:
     """The first sentence of a chain of variables."""
     return sentence(material, name, " has the", value, ".")
@@ -126,28 +176,26 @@ def has_the_same(material: Material, name, other) -> tuple[int, ...]:
     return sentence(material, name, " has what", other, " has.")
 
 
-def question_of_chain(material: Material, name) -> tuple[int, ...]:
-    """The question about a name of a chain; the value follows."""
-    return sentence(material, " So what", name, " has is the")
-
-
 def _fit(needed: int, length: int, what: str) -> int:
     if needed > length:
         raise UserError(f"{what} needs {needed} tokens, the length is {length}; give a longer one")
     return length - needed
 
 
-def _haystack(material: Material, length: int, draw: random.Random, needles, question, answer, candidates) -> Sample:
+def _haystack(material: Material, length: int, draw: random.Random, needles, asked, answer, candidates) -> Sample:
     """Filler with sentences at their depths, then a question and its answer.
 
     needles: rows (depth, tokens, tokens in the control). The question is about the first one.
+    asked: of `Form`.
     """
-    size = sum(len(tokens) for _, tokens, _ in needles)
+    size, question = sum(len(tokens) for _, tokens, _ in needles), [*asked[0], *asked[1]]
     room = _fit(len(material.start) + size + len(question) + len(answer), length, "this probe")
     ids, control = _spread(material, room, draw, needles)
     firsts = tuple(tokens[0] for _, tokens in candidates)
     depth, said, said_in_control = needles[0]
-    answers = [Answer(length - len(answer), length, depth, firsts, said != said_in_control)]
+    start = length - len(answer)
+    begins = start - len(asked[1]) if asked[0] else start
+    answers = [Answer(start, length, depth, firsts, said != said_in_control, begins)]
     return Sample([*ids, *question, *answer], [*control, *question, *answer], answers)
 
 
@@ -187,18 +235,26 @@ def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
 
 
 def needle(
-    material: Material, length: int, depth: float, draw: random.Random, count: int = 1, say=password_of, words=None
+    material: Material,
+    length: int,
+    depth: float,
+    draw: random.Random,
+    count: int = 1,
+    forms: tuple[Form, ...] = (PASSWORD,),
+    words: list | None = None,
+    names: list | None = None,
 ) -> Sample:
-    """say: the start of a needle about a key. words: the values; None: those of the material."""
-    words = material.values if words is None else words
-    keys, values = draw.sample(material.keys[:NAMES], count), draw.sample(words, count)
+    """forms: each needle has another one, if there are enough. names, words: keys and values; None: the material's."""
+    names, words = names or material.keys[:NAMES], words or material.values
+    keys, values = draw.sample(names, count), draw.sample(words, count)
     others = _equally_long(words, values[:1], draw) + values[1:]
+    forms = draw.sample(forms, count) if len(forms) >= count > 1 else forms[:1] * count
     needles = []
     for i in range(count):
         where = depth if i == 0 else draw.random()
-        texts = [(*say(material, keys[i]), *sentence(material, v, ".")) for v in (values[i], others[i])]
+        texts = [(*forms[i].told(material, keys[i]), *sentence(material, v, ".")) for v in (values[i], others[i])]
         needles.append((where, *texts))
-    question = say(material, keys[0])
+    question = forms[0].asked(material, keys[0])
     # with one needle, the other candidates are not in the context; with several, they are the values of the other keys
     candidates = values if count > 1 else [values[0], *draw.sample([v for v in words if v not in values], 7)]
     return _haystack(material, length, draw, needles, question, values[0][1], candidates)
@@ -225,7 +281,7 @@ def variables(material: Material, length: int, depth: float, draw: random.Random
             else:
                 texts = [has_value(material, name[0], value) for value in (values[chain], others[chain])]
             needles.append((where, *texts))
-    question = question_of_chain(material, names[HOPS])
+    question = CHAIN.asked(material, names[HOPS])
     return _haystack(material, length, draw, needles, question, values[0][1], values)
 
 
@@ -327,6 +383,24 @@ def mentions(material: Material, length: int, depth: float | None, draw: random.
     return Sample(ids, control, answers)
 
 
+def copy(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    whole, line = CUE + COPIED, material.piece("\n")
+    room = _fit(len(material.start) + len(line) + whole, length, "this probe")
+    for _ in range(WINDOWS if room >= whole else 0):
+        filler = material.window(room, draw)
+        at = min(sentence_end(material, filler, round(depth * room)), room - whole)
+        cue, answer = filler[at : at + CUE], filler[at + CUE : at + whole]
+        if sum(filler[i : i + CUE] == cue for i in range(room)) == 1:
+            break
+    else:
+        raise UserError(f"{length} tokens of the text have no passage that occurs once; give another length or text")
+    other = material.window(COPIED, draw)
+    control = [*filler[: at + CUE], *other, *filler[at + whole :]]
+    tail = [*line, *cue, *answer]
+    answers = [Answer(length - COPIED, length, depth, replaced=other != answer)]
+    return Sample([*material.start, *filler, *tail], [*material.start, *control, *tail], answers)
+
+
 def _second_mentions(material: Material, ids: list[int]) -> list[tuple[int, int]]:
     """Positions of the second token of rare pairs: at the first mention and at the second one."""
     seen, found = {}, []
@@ -342,21 +416,32 @@ def _second_mentions(material: Material, ids: list[int]) -> list[tuple[int, int]
 
 
 def fact(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
-    return needle(material, length, depth, draw, say=code_of, words=material.nouns)
+    return needle(material, length, depth, draw, forms=(CODE,), words=material.nouns)
 
 
 def facts(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
-    return needle(material, length, depth, draw, FACTS, say=code_of, words=material.nouns)
+    return needle(material, length, depth, draw, FACTS, (CODE,), material.nouns)
+
+
+def pairs_of(material: Material, length: int, depth: float, draw: random.Random, forms=THINGS) -> Sample:
+    return needle(material, length, depth, draw, FACTS, forms, material.nouns, material.people)
+
+
+def asked_in_words(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    return pairs_of(material, length, depth, draw, SENTENCES)
 
 
 TASKS = {
-    "niah": Task(needle, True),
-    "niah_multi": Task(needles, True),
+    "niah": Task(needle, True, asks=True),
+    "niah_multi": Task(needles, True, asks=True),
     "kv": Task(dictionary, True),
-    "variables": Task(variables, True),
+    "variables": Task(variables, True, asks=True),
     "mqar": Task(recall, False),
     "common_words": Task(common_words, False),
     "mentions": Task(mentions, False),
-    "fact": Task(fact, True),
-    "facts": Task(facts, True),
+    "copy": Task(copy, True),
+    "fact": Task(fact, True, asks=True),
+    "facts": Task(facts, True, asks=True),
+    "pairs": Task(pairs_of, True),
+    "question": Task(asked_in_words, True, asks=True),
 }

@@ -122,7 +122,7 @@ class Measured:
         self.cells = recalled(self.teacher, args)
         with autocast():
             self.texts = greedy_tokens(self.teacher, prompts_of(args.data, args.free_prompts), args.free_tokens, 64)
-            self.answers = generated_answers(self.teacher, needles(args))
+            self.answers = numpy.mean(generated_answers(self.teacher, needles(args))).item()
         self.seconds = round(time.time() - began, 1)
 
     def of_teacher(self) -> dict:
@@ -148,7 +148,7 @@ class Measured:
         rows = counted_rows({"cells": [{k: v for k, v in cell.items() if k != "model"} for cell in cells]})
         with autocast():
             said = greedy_tokens(student, prompts_of(args.data, args.free_prompts), args.free_tokens, 64)
-            answers = generated_answers(student, needles(args))
+            answers = numpy.mean(generated_answers(student, needles(args))).item()
         generation = divergence_of(said, self.texts)
         found |= {"generated_answers": answers, "same_texts": generation["same"]}
         return found | {"recall": rows, "texts": texts, "generation": generation}

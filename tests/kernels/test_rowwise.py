@@ -15,7 +15,9 @@ from hf_memmix_kernels.rowwise import (
     naive_forward_kl,
     naive_gated_norm,
     naive_gated_product,
+    naive_rotate,
     naive_unit_heads,
+    rotate,
     unit_heads,
 )
 
@@ -82,6 +84,16 @@ def test_unit_heads_equals_naive(shape, dtype, backend, poisoned_empty):
     rotary = angles(batch, length, pairs, dtype) if pairs else (None, None)
     weight = randn(*x.shape, dtype=torch.float64)
     assert_agrees(lambda fn: lambda x: fn(x, *rotary, EPS), UNIT_HEADS, {"x": x}, weight, dtype)
+
+
+@pytest.mark.product_rows(r"triton-.*(float16|bfloat16|float64|67, 5)")
+@every_dtype
+@pytest.mark.parametrize("shape", [shape for shape in HEADS if shape[-1]], ids=str)
+def test_rotate_equals_naive(shape, dtype, backend, poisoned_empty):
+    batch, length, heads, size, pairs = shape
+    x, rotary = randn(batch, length, heads, size, dtype=dtype), angles(batch, length, pairs, dtype)
+    weight = randn(*x.shape, dtype=torch.float64)
+    assert_agrees(lambda fn: lambda x: fn(x, *rotary), (rotate, naive_rotate), {"x": x}, weight, dtype)
 
 
 # on a CPU, the dtypes other than float32 run the first shape
@@ -230,6 +242,7 @@ def test_compiled_code_sees_plain_operators(backend):
         (lambda x, w: unit_heads(x[0], None, None, EPS), "must be \\[B, T, H, D\\]"),
         (lambda x, w: unit_heads(x, x[..., 0, :4], None, EPS), "or neither"),
         (lambda x, w: unit_heads(x, x[..., 0, :12], x[..., 0, :12], EPS), "0 < 2 r <= 16"),
+        (lambda x, w: rotate(x, x[..., 0, :12], x[..., 0, :12]), "0 < 2 r <= 16"),
         (lambda x, w: gated_norm(x, x[:1], w, EPS), "shape of y"),
         (lambda x, w: gated_norm(x, x, w[:3], EPS), "weight must be \\[D=16\\]"),
         (lambda x, w: gated_norm(x, x, w, EPS, activation="relu"), "'relu' is not one of"),

@@ -2,9 +2,9 @@
 SwiGLU, step sizes and decays, and a loss over the vocabulary.
 """
 
-from .naive import naive_decay, naive_forward_kl, naive_gated_norm, naive_gated_product, naive_unit_heads
-from .op import decay, forward_kl_, gated_norm, gated_product, rms_norm, runs_kernels, unit_heads
-from .torch_path import ACTIVATIONS, rotate
+from .naive import naive_decay, naive_forward_kl, naive_gated_norm, naive_gated_product, naive_rotate, naive_unit_heads
+from .op import decay, forward_kl_, gated_norm, gated_product, rms_norm, rotate, runs_kernels, unit_heads
+from .torch_path import ACTIVATIONS
 
 __all__ = [
     "ACTIVATIONS",
@@ -16,6 +16,7 @@ __all__ = [
     "naive_forward_kl",
     "naive_gated_norm",
     "naive_gated_product",
+    "naive_rotate",
     "naive_unit_heads",
     "rms_norm",
     "rotate",

@@ -9,7 +9,7 @@ from .kernels.decay import decay_bwd_kernel, decay_fwd_kernel
 from .kernels.forward_kl import forward_kl_kernel
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
 from .kernels.gated_product import gated_product_bwd_kernel, gated_product_fwd_kernel
-from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
+from .kernels.unit_heads import rotate_kernel, unit_heads_bwd_kernel, unit_heads_fwd_kernel
 
 TILE = 4096  # elements of each tensor that one program holds
 PRODUCT_TILE, PRODUCT_WARPS = 2048, 4  # the same of a program of the product, and its num_warps
@@ -35,8 +35,8 @@ def _loops(tiles: int, width: int) -> int:
     return next_power_of_2(max(1, min(LOOPS, tiles // programs)) + 1) // 2
 
 
-def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> tuple[dict, tuple[int]]:
-    """The kernel arguments that forward and backward share, and the grid."""
+def _head_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[dict, tuple[int]]:
+    """The kernel arguments that all passes over heads share, and the grid."""
     batch, length, heads, D = x.shape
     rows, half = batch * length * heads, 0 if cos is None else cos.shape[-1]
     half_block = next_power_of_2(max(1, half))
@@ -47,7 +47,7 @@ def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: floa
     s_b, s_t, s_r = (0, 0, 0) if cos is None else cos.stride()
     arguments = {
         "cos": cos, "sin": sin, "rows": rows, "heads": heads, "length": length, "s_b": s_b, "s_t": s_t, "s_r": s_r,
-        "eps": eps, "D": D, "HALF": half, "BH": half_block, "BR": rest_block, "R": R,
+        "D": D, "HALF": half, "BH": half_block, "BR": rest_block, "R": R,
         "ACC": accumulator(x.dtype), "num_warps": _warps(R, D),
     }  # fmt: skip
     return arguments, (cdiv(rows, R),)
@@ -59,8 +59,8 @@ def unit_heads_fwd_triton(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        arguments, grid = _unit_arguments(x, cos, sin, eps)
-        unit_heads_fwd_kernel[grid](x, y, **arguments)
+        arguments, grid = _head_arguments(x, cos, sin)
+        unit_heads_fwd_kernel[grid](x, y, eps=eps, **arguments)
     return y
 
 
@@ -70,9 +70,20 @@ def unit_heads_bwd_triton(dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor
     x, dy = x.contiguous(), dy.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        arguments, grid = _unit_arguments(x, cos, sin, eps)
-        unit_heads_bwd_kernel[grid](x, dy, dx, **arguments)
+        arguments, grid = _head_arguments(x, cos, sin)
+        unit_heads_bwd_kernel[grid](x, dy, dx, eps=eps, **arguments)
     return dx
+
+
+@taped
+def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """y [B, T, H, D] in x.dtype: rotated, or turned back."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        arguments, grid = _head_arguments(x, cos, sin)
+        rotate_kernel[grid](x, y, BACK=back, **arguments)
+    return y
 
 
 def _norm_arguments(y, gate, weight, eps, activation, norm_first, limit, gate_limit) -> tuple[Tensor | None, dict]:

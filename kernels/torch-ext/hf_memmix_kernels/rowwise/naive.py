@@ -12,14 +12,17 @@ ACTIVATIONS = {
 }
 
 
+def naive_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in float64; the result has the dtype of x."""
+    y, pairs = x.double(), cos.shape[-1]
+    cos, sin = cos.double()[:, :, None], sin.double()[:, :, None]
+    first, second, rest = y[..., :pairs], y[..., pairs : 2 * pairs], y[..., 2 * pairs :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
+
+
 def naive_unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
     """`unit_heads` in float64; the result has the dtype of x."""
-    y = x.double()
-    if cos is not None:
-        pairs = cos.shape[-1]
-        cos, sin = cos.double()[:, :, None], sin.double()[:, :, None]
-        first, second, rest = y[..., :pairs], y[..., pairs : 2 * pairs], y[..., 2 * pairs :]
-        y = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    y = x.double() if cos is None else naive_rotate(x.double(), cos, sin)
     return (y / (y.square().sum(-1, keepdim=True).sqrt() + eps)).to(x.dtype)
 
 

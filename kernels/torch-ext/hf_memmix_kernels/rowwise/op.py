@@ -19,6 +19,7 @@ from .torch_path import (
     forward_kl_torch,
     gated_norm_torch,
     gated_product_torch,
+    rotate_torch,
     unit_heads_torch,
 )
 
@@ -50,6 +51,14 @@ def _unit_context(ctx, inputs, output):
 
 def _unit_bwd(ctx, dy):
     return launch().unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
+
+
+def _rotate_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _rotate_bwd(ctx, dy):
+    return launch().rotate_triton(dy, *ctx.saved_tensors, True), None, None
 
 
 def _norm_context(ctx, inputs, output):
@@ -86,9 +95,40 @@ def _function(name: str, backward: Callable, setup_context: Callable) -> Callabl
 
 
 _unit_heads = _function("unit_heads", _unit_bwd, _unit_context)
+_rotate = eager_function("rotate", lambda *args: launch().rotate_triton(*args, False), _rotate_bwd, _rotate_context)
 _gated_norm = _function("gated_norm", _norm_bwd, _norm_context)
 _decay = _function("decay", _decay_bwd, _decay_context)
 _gated_product = _function("gated_product", _product_bwd, _product_context)
+
+
+def _check_heads(name: str, x: Tensor, cos: Tensor | None, sin: Tensor | None):
+    if x.dim() != 4:
+        raise ValueError(f"{name}: x must be [B, T, H, D], got {tuple(x.shape)}")
+    if cos is not None and (
+        cos.shape != sin.shape or cos.shape[:-1] != x.shape[:2] or not 0 < 2 * cos.shape[-1] <= x.shape[-1]
+    ):
+        raise ValueError(
+            f"{name}: cos and sin must be [B={x.shape[0]}, T={x.shape[1]}, r] with 0 < 2 r <= {x.shape[-1]}, got"
+            f" {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding per head: y = R x.
+
+    Args:
+        x: [B, T, H, D].
+        cos, sin: [B, T, r] with 2 r <= D, one angle per pair of channels (i, i + r). Channels from 2 r on are not
+            rotated. cos and sin get no gradient.
+
+    Returns:
+        y [B, T, H, D] in x's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    _check_heads("rotate", x, cos, sin)
+    return _rotate(x, cos, sin) if runs_kernels(x, cos, sin) else rotate_torch(x, cos, sin)
 
 
 def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
@@ -106,17 +146,9 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
     Raises:
         ValueError: the shapes do not fit, or only one of cos and sin is given.
     """
-    if x.dim() != 4:
-        raise ValueError(f"unit_heads: x must be [B, T, H, D], got {tuple(x.shape)}")
     if (cos is None) != (sin is None):
         raise ValueError("unit_heads: only one of cos and sin is given; pass both, or neither for no rotation")
-    if cos is not None and (
-        cos.shape != sin.shape or cos.shape[:-1] != x.shape[:2] or not 0 < 2 * cos.shape[-1] <= x.shape[-1]
-    ):
-        raise ValueError(
-            f"unit_heads: cos and sin must be [B={x.shape[0]}, T={x.shape[1]}, r] with 0 < 2 r <= {x.shape[-1]}, got"
-            f" {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
+    _check_heads("unit_heads", x, cos, sin)
     if library := _native(x, cos, sin):
         return unit_heads_native(library, x, cos, sin, eps)
     if not runs_kernels(x, cos, sin):

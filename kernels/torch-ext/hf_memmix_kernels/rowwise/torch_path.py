@@ -11,8 +11,7 @@ from .._common import compute_dtype
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, r], 2 r <= D: channels i and i + r form a pair."""
+def rotate_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
@@ -20,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unit_heads_torch(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
-    x = x if cos is None else rotate(x, cos, sin)
+    x = x if cos is None else rotate_torch(x, cos, sin)
     size = torch.linalg.vector_norm(x.to(compute_dtype(x.dtype)), dim=-1, keepdim=True)
     return x / (size + eps).to(x.dtype)
 

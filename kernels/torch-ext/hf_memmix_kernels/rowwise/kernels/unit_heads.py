@@ -1,4 +1,5 @@
-"""Rotary embedding and unit norm per head. A program holds R rows of D channels; a row is one head of one token.
+"""Rotary embedding, alone or before a unit norm per head. A program holds R rows of D channels; a row is one head of
+one token.
 
 A row is held in three tiles: the first and the second channels of the pairs, [R, BH] each, and the channels that are
 not rotated, [R, BR].
@@ -52,6 +53,22 @@ def _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF: tl.constexpr
 @triton.jit
 def rotate(b_first, b_second, b_cos, b_sin):
     return b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin
+
+
+@launched
+@triton.jit(do_not_specialize=["rows", "length", "s_b"])
+def rotate_kernel(
+    x, y, cos, sin, rows, heads, length, s_b, s_t, s_r,
+    BACK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, R: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """y = R x, or R^T x: the gradient."""
+    i_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    m_r = i_r < rows
+    b_first, b_second, b_rest = _load_rows(x, i_r, m_r, D, HALF, BH, BR, ACC)
+    b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
+    b_first, b_second = rotate(b_first, b_second, b_cos, -b_sin if BACK else b_sin)
+    _store_rows(y, b_first, b_second, b_rest, i_r, m_r, D, HALF, BH, BR)
 
 
 # the number of tokens changes from batch to batch of a server: it must not compile another kernel

@@ -31,6 +31,7 @@ from torch import Tensor
 import hf_memmix_kernels as K
 
 CHUNK_SHAPES = [(4, 8192, 8, 128), (4, 32768, 8, 128)]
+WINDOW_SHAPES = [(4, 8192, 16, 64), (4, 8192, 16, 128)]
 DECODE_SHAPES = [(1, 1, 32, 128), (8, 1, 32, 128), (64, 1, 32, 128)]
 MEASURED = ("ms", "kernel_ms", "peak_mib", "note", "gpu", "torch", "triton", "commit")
 L2_BYTES = 60e6
@@ -119,6 +120,17 @@ def gka(more_chunks: tuple = (), more_decode: tuple = (), **options) -> Bench:
     )
 
 
+def window(size: int, sinks: int) -> Bench:
+    """A window of `size` tokens. Its step is timed in whole models."""
+    return Bench(
+        "window",
+        lambda B, T, H, D: {name: randn(B, T, H, D) for name in "qkv"},
+        lambda x: K.chunk_window(**x, window=size, sinks=sinks, final_state=False)[:1],
+        fields={"window": size, "sinks": sinks},
+        chunk_shapes=WINDOW_SHAPES,
+    )
+
+
 def gka_sketch(D: int, size: int | None) -> Bench:
     """GKA of head size D with the layer's schedule and its states in `size` dimensions; None is without a sketch."""
     s = size or D
@@ -150,7 +162,13 @@ def gka_sketch(D: int, size: int | None) -> Bench:
 
 
 BENCHES = [
-    Bench("sdpa", draw_attention, lambda x: (F.scaled_dot_product_attention(*x.values(), is_causal=True),)),
+    Bench(
+        "sdpa",
+        draw_attention,
+        lambda x: (F.scaled_dot_product_attention(*x.values(), is_causal=True),),
+        chunk_shapes=[*CHUNK_SHAPES, *WINDOW_SHAPES],
+    ),
+    *(window(size, sinks) for size in (512, 384) for sinks in (0, 1)),
     Bench(
         "short_conv",
         draw_conv,

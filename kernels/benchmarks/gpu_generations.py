@@ -29,7 +29,7 @@ import triton
 from gpu_targets import TARGETS
 from ops_table import OPS
 
-from hf_memmix_kernels import chunk_window, rowwise, window_step
+from hf_memmix_kernels import rowwise
 
 # name in the file: (row of OPS, head sizes or ranks); an op of one size does not take its tiles by it
 CASES = {
@@ -62,20 +62,11 @@ def launch_rowwise(size: int, dtype: torch.dtype) -> None:
         output.sum().backward(retain_graph=True)
 
 
-def launch_window(size: int, dtype: torch.dtype) -> None:
-    """Forward and backward of more tokens than the window has, and a decode step."""
-    q, k, v = (torch.ones(2, 200, heads, size, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
-    o, state = chunk_window(q, k, v, window=64)
-    o.sum().backward()
-    with torch.no_grad():
-        window_step(*(t[:, :1] for t in (q, k, v)), tuple(t.contiguous() for t in state), window=64)
-
-
 def launches(name: str, size: int, dtype: str) -> Callable[[], None]:
     """A function that launches every kernel of a row."""
     row, _ = CASES[name]
     if row is None:
-        launch = {"rowwise": launch_rowwise, "window": launch_window}[name]
+        launch = {"rowwise": launch_rowwise, "window": compile_only.launch_window}[name]
         return lambda: launch(size, getattr(torch, dtype))
     op = next(op for op in OPS if op.name == row)
     layout = compile_only.LAYOUTS["batched"]

@@ -11,6 +11,7 @@ report a GPU as their device, with a Triton driver that only names its target. T
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -33,9 +34,11 @@ from pool import Pool
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hf_memmix_kernels import _device
+from hf_memmix_kernels import _device, chunk_window, window_step
 from hf_memmix_kernels._device import Device
+from hf_memmix_kernels.window import window_state_shapes
 
+NAMES = [*(op.name for op in OPS), "window"]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -141,6 +144,33 @@ def launch_everything(op: Op, layout: Layout, D: int, Dv: int, dtype: torch.dtyp
         op.step(op, one, Pool(state, rows, shape.B, gap=64).states, torch.tensor(rows, dtype=torch.int32))
 
 
+def launch_window(size: int, dtype: torch.dtype, layout: Layout = LAYOUTS["batched"], sinks: int = 0) -> None:
+    """The same for a window of 64 tokens, which has no row of `OPS`; with and without a carried state."""
+    (B, T, H, Hk, _, _), bounds, _, aligned = layout
+    given, N = {"window": 64, "sinks": sinks}, B if bounds is None else len(bounds) - 1
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    *shapes, counts = window_state_shapes(N, Hk, size, **given)
+    state = (*(torch.ones(shape, dtype=dtype) for shape in shapes), torch.ones(counts, dtype=torch.long))
+    for start in (None, state):
+        x = [torch.ones(B, T, heads, size, dtype=dtype) for heads in (H, Hk, Hk)]
+        x = [(t if aligned else unaligned(t)).requires_grad_() for t in x]
+        chunk_window(*x, initial_state=start, cu_seqlens=cu_seqlens, **given)[0].sum().backward()
+    with torch.no_grad():
+        one, rows = [torch.ones(N, 1, heads, size, dtype=dtype) for heads in (H, Hk, Hk)], list(range(N))
+        window_step(*one, state, **given)
+        pages = Pool(state, rows, N, gap=64).states
+        window_step(*one, pages, state_indices=torch.tensor(rows, dtype=torch.int32), **given)
+
+
+def launch(name: str, layout: Layout, size: str, dtype: torch.dtype, options: dict) -> None:
+    """Every kernel of an op by its name, for head sizes "DxDv"."""
+    D, Dv = map(int, size.split("x"))
+    if name == "window":
+        return launch_window(D, dtype, layout, **options)
+    op = next(op for op in OPS if op.name == name)
+    return launch_everything(dataclasses.replace(op, options={**op.options, **options}), layout, D, Dv, dtype)
+
+
 def report(kernel, case: str, device: Device) -> tuple[str, bool]:
     """The lines to print for a kernel (several if it has a defect), and whether it has a defect."""
     if isinstance(kernel, Failure):
@@ -168,7 +198,7 @@ def report(kernel, case: str, device: Device) -> tuple[str, bool]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="+", choices=[op.name for op in OPS])
+    parser.add_argument("ops", nargs="+", choices=NAMES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--sizes", nargs="+", default=["64x64"], help="head sizes D x Dv")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
@@ -177,22 +207,17 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     kernels, failed = Kernels(args.target), False
     kernels.install()
-    for op in (op for op in OPS if op.name in args.ops):
-        op = dataclasses.replace(op, options={**op.options, **args.options})
-        for dtype in args.dtypes:
-            for size in args.sizes:
-                D, Dv = map(int, size.split("x"))
-                for layout in args.layouts:
-                    case = f"{op.name} {dtype} {size} {layout}"
-                    launch_everything(op, LAYOUTS[layout], D, Dv, getattr(torch, dtype))
-                    found = kernels.take()
-                    if not found and not kernels.seen:
-                        print(f"BAD {case}: no kernel was compiled", flush=True)
-                        failed = True
-                    for kernel in found:
-                        line, bad = report(kernel, case, kernels.device)
-                        print(line, flush=True)
-                        failed |= bad
+    for name, dtype, size, layout in itertools.product(args.ops, args.dtypes, args.sizes, args.layouts):
+        case = f"{name} {dtype} {size} {layout}"
+        launch(name, LAYOUTS[layout], size, getattr(torch, dtype), args.options)
+        found = kernels.take()
+        if not found and not kernels.seen:
+            print(f"BAD {case}: no kernel was compiled", flush=True)
+            failed = True
+        for kernel in found:
+            line, bad = report(kernel, case, kernels.device)
+            print(line, flush=True)
+            failed |= bad
     return int(failed)
 
 

@@ -19,8 +19,10 @@ SIZES = ["16x16", "32x32", "64x64", "128x128", "256x256", "64x32", "32x64", "96x
 OPTIONS = {
     "gla": ['{"chunk_size": 32}', '{"chunk_size": 128}'],
     "gla_shared": ['{"chunk_size": 128}'],
+    "window": ['{"sinks": 1}'],
 }
-CASES = [(op.name, options) for op in OPS for options in ["{}", *OPTIONS.get(op.name, [])]]
+NAMES = [*(op.name for op in OPS), "window"]
+CASES = [(name, options) for name in NAMES for options in ["{}", *OPTIONS.get(name, [])]]
 
 # how ptxas builds descriptors: UR6 is the address, UR12 .. UR15 hold the first descriptors (that of b in UR14 and
 # UR15); then one that is 64 units further, and a loop over it

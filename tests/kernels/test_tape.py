@@ -13,7 +13,7 @@ from checks import outputs_and_gradients
 from draw import DEVICE, randn
 from ops_table import OPS, Shape
 
-from hf_memmix_kernels import rowwise
+from hf_memmix_kernels import chunk_window, rowwise
 
 _tape = pytest.importorskip("hf_memmix_kernels._tape")
 _player = pytest.importorskip("hf_memmix_kernels._player")
@@ -121,6 +121,7 @@ def rowwise_calls(dtype):
     f32 = torch.promote_types(dtype, torch.float32)
     cases = {
         "unit_heads": (lambda x: rowwise.unit_heads(x, *angles, 1e-6), [draw(2, 6, 2, 8)]),
+        "rotate": (lambda x: rowwise.rotate(x, *angles), [draw(2, 6, 2, 8)]),
         "gated_norm": (lambda *x: rowwise.gated_norm(*x, 1e-6), [draw(2, 6, 2, 8), draw(2, 6, 2, 8), draw(8)]),
         "gated_product": (rowwise.gated_product, [draw(2, 6, 16), draw(2, 6, 16)]),
         "decay": (lambda *x: torch.stack(rowwise.decay(*x)), [draw(2, 6, 4), draw(4, of=f32), draw(4, of=f32)]),
@@ -134,10 +135,28 @@ def rowwise_calls(dtype):
     return {name: lambda f=f, x=x: run(f, x) for name, (f, x) in cases.items()}
 
 
-@pytest.mark.parametrize("name", ["unit_heads", "gated_norm", "gated_product", "decay"])
+@pytest.mark.parametrize("name", ["unit_heads", "rotate", "gated_norm", "gated_product", "decay"])
 def test_rowwise_functions(name, tapes):
     for _ in range(3):
         call = rowwise_calls(torch.float32)[name]
+        assert_same(call(), without_tapes(call))
+    assert [callable(tape) for tape in tapes()] == [True, True]
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
+def test_a_window(carried, tapes):
+    """Forward and backward, which have no row of `OPS`."""
+    heads = (4, 2, 2)
+    for _ in range(3):
+        q, k, v = (numbers(2, 20, n, 16).requires_grad_() for n in heads)
+        seen = torch.tensor([[1, 1], [30, 30]], device=DEVICE)
+        state = (numbers(2, 10, 2, 16), numbers(2, 10, 2, 16), seen) if carried else None
+
+        def call(x=(q, k, v), state=state):
+            o, _ = chunk_window(*x, window=8, sinks=2, initial_state=state)
+            grads = torch.autograd.grad(o.square().sum(), x)
+            return {"o": o.detach()} | dict(zip("qkv", grads, strict=True))
+
         assert_same(call(), without_tapes(call))
     assert [callable(tape) for tape in tapes()] == [True, True]
 

@@ -62,18 +62,6 @@ def rows(**tables):
     return pytest.mark.parametrize(("backend", "size", "form", *tables), found, indirect=["backend"])
 
 
-every_size = pytest.mark.parametrize(
-    ("backend", "size"),
-    [
-        pytest.param(path, size, marks=pytest.mark.product if path == "triton" and size != (3, 0) else ())
-        for path in ("torch", "triton")
-        for size in SIZES
-    ],
-    ids=str,
-    indirect=["backend"],
-)
-
-
 @rows(length=LENGTHS)
 def test_equals_naive_in_any_split(size, form, length, dtype):
     q, k, v = draw(length, dtype)
@@ -132,33 +120,163 @@ def test_steps_equal_naive(size, form, paged, backend):
             assert (pool[[0, 2, 3, 5]] == 7).all()
 
 
-@every_size
-def test_packed_sequences_are_separate(size, dtype):
-    bounds = torch.tensor([0, 4, 4, 11, 30], device=DEVICE)
-    q, k, v = draw(30, dtype, batch=1)
-    given = options(size, "plain")
-    o, state = chunk_window(q, k, v, cu_seqlens=bounds, **given)
-    assert_close({"o": o}, {"o": naive_window(q, k, v, cu_seqlens=bounds, **given)}, lambda name: TOLERANCE[dtype])
-    for n, (a, b) in enumerate(itertools.pairwise(bounds.tolist())):
-        if a == b:
-            assert not state[2][n].any()
-            continue
-        own = chunk_window(*(x[:, a:b] for x in (q, k, v)), **given)[1]
-        again = [randn(1, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2)]
-        mine = tuple(t[n : n + 1] for t in state)
-        assert torch.equal(mine[2], own[2])
-        first, second = (chunk_window(*again, initial_state=s, **given)[0] for s in (mine, own))
-        assert_close({"o": first}, {"o": second}, lambda name: TOLERANCE[dtype])
+def naive_states(history, new, state, size, ends):
+    """The slots of `state` after the first `ends` of the new tokens of one sequence, token by token."""
+    window, sinks = size
+    slots = list(state.unbind())
+    for p in range(history, history + ends):
+        slots[p if p < sinks else sinks + (p - sinks) % window] = new[p - history]
+    return torch.stack(slots)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_row_ends_at_its_length(size):
-    q, k, v = draw(9, torch.float64)
-    given = options(size, "plain")
-    _, state = chunk_window(q, k, v, lengths=torch.tensor([4, 0], device=DEVICE), **given)
-    _, want = chunk_window(*(x[:1, :4] for x in (q, k, v)), **given)
-    assert all(torch.equal(t[:1], w) for t, w in zip(state, want, strict=True))
-    assert not state[2][1].any()
+def naive_from(state, q, k, v, size, given, ends):
+    """o [T, H, D] and the state after the first `ends` tokens of one sequence, of tensors without a batch."""
+    window, sinks = size
+    history = int(state[2][0])
+    slots = [p if p < sinks else sinks + (p - sinks) % window for p in range(history)]  # of unreadable tokens, too
+    with_past = [torch.cat([t[slots], new])[None] for t, new in zip(state, (k, v), strict=False)]
+    queries = torch.cat([q.new_zeros(history, *q.shape[1:]), q])[None]
+    o = naive_window(queries, *with_past, **given)[0, history:]
+    after = [naive_states(history, new, t, size, ends) for t, new in zip(state, (k, v), strict=False)]
+    return o, after, history + ends
+
+
+NEW = {"rows": ([9, 9, 9], None), "padded": ([9, 9, 9], [9, 0, 4]), "packed": ([40, 0, 3, 2], None)}
+
+
+def case_of(size, form, layout, stateful, dtype, heads=4, kv_heads=2, dim=8, new=NEW, seen=(0, 2, 31, 64)):
+    """Inputs; functions of them to the results of each sequence by `chunk_window` and by `naive_from`; how many tokens
+    of each sequence count.
+    """
+    lengths, ends = new[layout]
+    packed, N = layout == "packed", len(lengths)
+    given = options(size, form)
+    rows = (1, sum(lengths)) if packed else (N, lengths[0])
+    inputs = {n: randn(*rows, h, dim, dtype=dtype) for n, h in zip("qkv", (heads, kv_heads, kv_heads), strict=True)}
+    if "sink_logits" in given:
+        inputs["sink_logits"] = torch.linspace(-1, 1, heads, dtype=dtype, device=DEVICE)
+    counts = torch.tensor(seen[:N] if stateful else [0] * N, device=DEVICE)
+    state = empty_state(N, size, dtype, kv_heads, dim)
+    state = [*(randn(*t.shape, dtype=dtype) for t in state[:2]), counts[:, None].expand(-1, kv_heads).contiguous()]
+    filled = (torch.arange(sum(size), device=DEVICE) < counts[:, None])[..., None, None]
+    inputs |= {n: t * filled for n, t in zip(("keys", "values"), state, strict=False)}
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE) if packed else None
+    where = {"cu_seqlens": bounds, "lengths": None if ends is None else torch.tensor(ends, device=DEVICE)}
+
+    def fast(q, k, v, keys, values, sink_logits=None):
+        start = (keys, values, state[2]) if stateful else None
+        more = given | ({} if sink_logits is None else {"sink_logits": sink_logits})
+        o, after = chunk_window(q, k, v, initial_state=start, **where, **more)
+        parts = o[0].split(lengths) if packed else o.unbind()
+        return [(part, [t[n] for t in after[:2]], int(after[2][n, 0])) for n, part in enumerate(parts)]
+
+    def naive(q, k, v, keys, values, sink_logits=None):
+        more = given | ({} if sink_logits is None else {"sink_logits": sink_logits})
+        parts = [t[0].split(lengths) if packed else t.unbind() for t in (q, k, v)]
+        return [
+            naive_from((keys[n], values[n], state[2][n]), *(t[n] for t in parts), size, more, (ends or lengths)[n])
+            for n in range(N)
+        ]
+
+    return inputs, fast, naive, ends or lengths
+
+
+def differentiated(function, inputs, valid, weights):
+    """Results by name and gradients "d <input>" of a random linear function of the valid ones."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+    results = {}
+    for n, (o, after, count) in enumerate(function(**leaves)):
+        results |= {f"o{n}": o[: valid[n]], f"keys{n}": after[0], f"values{n}": after[1]}
+        results[f"count{n}"] = torch.tensor(float(count), device=o.device)
+    if not weights:
+        weights.extend(torch.randn_like(t, dtype=torch.float64) for t in results.values())
+    loss = sum((t.double() * w).sum() for t, w in zip(results.values(), weights, strict=True))
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = {
+        f"d {name}": torch.zeros_like(t) if g is None else g
+        for (name, t), g in zip(leaves.items(), grads, strict=True)
+    }
+    return {name: t.detach() for name, t in results.items()} | named
+
+
+@rows(layout=list(NEW), stateful=[False, True])
+def test_sequences_with_and_without_states_equal_naive(size, form, layout, stateful, dtype, poisoned_empty):
+    """Forward, states and all gradients; sequences of many lengths, none and one token among them."""
+    inputs, fast, naive, valid = case_of(size, form, layout, stateful, dtype)
+    weights = []
+    want = differentiated(naive, {name: t.double() for name, t in inputs.items()}, valid, weights)
+    got = differentiated(fast, inputs, valid, weights)
+    if not stateful:  # there is no state to have a gradient
+        want |= {name: torch.zeros_like(t) for name, t in want.items() if name in ("d keys", "d values")}
+    assert_close(got, want, lambda name: TOLERANCE[dtype] * (2 if name.startswith("d ") else 1))
+
+
+GPU_ROWS = [
+    *itertools.product((torch.bfloat16, torch.float32), (64, 128), ((64, 0), (64, 1), (100, 4)), NEW),
+    *itertools.product((torch.float16,), (32, 48, 256), ((64, 1),), ("rows", "packed")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize(("place", "row"), list(enumerate(GPU_ROWS)), ids=str)
+def test_on_a_gpu_all_gradients_equal_float64(place, row, stateful, poisoned_empty):
+    """float64 runs the torch path, which the tests above compare with the definition."""
+    dtype, dim, size, layout = row
+    lengths = {"rows": ([150] * 2, None), "padded": ([150] * 2, [150, 40]), "packed": ([130, 0, 1, 70], None)}
+    check_on_gpu(size, list(FORMS)[(place + place // 3) % 3], layout, stateful, dtype, dim, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17])
+def test_on_a_gpu_few_tokens_at_any_address(tokens, stateful):
+    """Triton compiles other code for a size of 1, for multiples of 16 and for other addresses."""
+    for moved in (False, True):
+        lengths = {"rows": ([tokens] * 2, None)}
+        check_on_gpu((16, 2), "capped", "rows", stateful, torch.bfloat16, 64, lengths, moved)
+
+
+def check_on_gpu(size, form, layout, stateful, dtype, dim, lengths, moved=False):
+    sizes = {"dim": dim, "new": lengths, "seen": (300, 2, 0, 64)}
+    inputs, fast, _, valid = case_of(size, form, layout, stateful, dtype, **sizes)
+    weights = []
+    want = differentiated(fast, {name: t.double() for name, t in inputs.items()}, valid, weights)
+
+    def elsewhere(**leaves):
+        """With tensors that begin at an odd address."""
+        return fast(**{name: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for name, t in leaves.items()})
+
+    got = differentiated(elsewhere if moved else fast, inputs, valid, weights)
+    assert_close(got, want, lambda name: TOLERANCE[dtype] * (2 if name.startswith("d ") else 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_gpu_a_graph_captures_both_passes(packed):
+    """Nothing waits for the GPU, and two runs give the same bits, also with other boundaries."""
+    B, T = (1, 512) if packed else (2, 256)
+    q, k, v, do = (randn(B, T, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    state = empty_state(3 if packed else B, (64, 2), torch.bfloat16, 2, 64)
+    state[2] += 70
+    bounds = torch.tensor([0, 200, 201, 512], device=DEVICE) if packed else None
+
+    def both():
+        o, _ = chunk_window(*leaves, window=64, sinks=2, initial_state=state, cu_seqlens=bounds)
+        return o, *torch.autograd.grad(o, leaves, do)
+
+    for _ in range(3):
+        first = both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for cuts in ([0, 200, 201, 512], [0, 1, 390, 512]):
+        if packed:
+            bounds.copy_(torch.tensor(cuts))
+        graph.replay()
+        first = both()
+        assert all(torch.equal(a, b) for a, b in zip(captured, first, strict=True))
 
 
 def test_memory_is_linear_in_the_number_of_tokens(monkeypatch):

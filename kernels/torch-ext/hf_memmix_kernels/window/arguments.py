@@ -6,7 +6,9 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Of a sequence, or of a decode step."""
+    """Of a sequence, or of a decode step. `after_past` puts the keys and values of a state before those of a
+    sequence.
+    """
 
     q: Tensor
     k: Tensor
@@ -14,7 +16,7 @@ class Tokens(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output and, per head and query [B, H, T], the logarithm to base 2 of the sum of e^scores."""
+    """The output and, per head and query [H, B T], the logarithm to base 2 of the sum of e^scores."""
 
     o: Tensor
     lse: Tensor
@@ -27,10 +29,13 @@ class Upstream(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a query reads. `firsts`: the first place it may read, per place [1, T] or per row [B, 1]."""
+    """What a query reads, and how. `seen` [N]: how many tokens a state holds of each sequence; None without states."""
 
-    firsts: Tensor | None
+    sink_logits: Tensor | None
+    cu_seqlens: Tensor | None
+    seen: Tensor | None
     window: int
+    sinks: int
     scale: float
     softcap: float | None
 

@@ -1,16 +1,21 @@
 """Launches of the kernels of a window: tile sizes and grids."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from .._common import compute_dtype
+from .._chunks import chunk_table
+from .._common import compute_dtype, num_sequences
 from .._groups import flat
-from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
+from .._launch import accumulator, aligned, by_rows, cdiv, next_power_of_2, page_strides
 from .._tape import taped
 from .arguments import Reach, Results, Sizes, States, Tokens, Upstream
-from .kernels.backward import window_bwd_kernel_dkv, window_bwd_kernel_dq
+from .kernels.backward import window_bwd_kernel_dkv, window_bwd_kernel_dq, window_bwd_kernel_sinks
 from .kernels.forward import window_fwd_kernel
 from .kernels.step import window_step_kernel
+
+LOG2E = math.log2(math.e)
 
 
 def _dots(x: Tensor) -> dict:
@@ -30,49 +35,81 @@ def _tiles(x: Tensor, D: int, queries: int, keys: int, num_warps: int, num_stage
     return {"BD": BD, "BM": queries, "BN": keys, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def _shared(q: Tensor, k: Tensor, firsts: Tensor | None) -> tuple:
-    """What all kernels of a call take: sizes, strides of `firsts`, heads."""
-    (_, T, H, D), (_, keys, HK, _) = q.shape, k.shape
-    # `firsts` has one row for all rows, or one number for all queries of a row
-    strides = (0, 0)
-    if firsts is not None:
-        strides = tuple(s if n > 1 else 0 for n, s in zip(firsts.shape, firsts.stride(), strict=True))
-    return (T, keys, keys - T), strides, {"H": H, "G": H // HK, "D": D, **_dots(q)}
+def _layout(x: Tokens, reach: Reach, block: int, of_keys: bool = False) -> tuple[tuple, int]:
+    """Where sequences and their tiles of `block` queries, or keys, lie; the number of tiles, an upper bound for packed
+    sequences."""
+    (B, T), cu_seqlens, seen = x.q.shape[:2], reach.cu_seqlens, reach.seen
+    past = _past(reach) if of_keys else 0
+    seen = None if seen is None else seen.to(torch.int32, memory_format=torch.contiguous_format)
+    if cu_seqlens is None:
+        return (None, None, None, seen), B * cdiv(T + past, block)
+    cu_seqlens = cu_seqlens.contiguous()
+    bounds, keys = cu_seqlens, T
+    if past:  # each sequence has its state before its keys
+        bounds = cu_seqlens + past * torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        keys = T + past * (len(cu_seqlens) - 1)
+    first, sequence, tiles = chunk_table(bounds, keys, block)
+    return (cu_seqlens, first, sequence, seen), tiles
+
+
+def _past(reach: Reach) -> int:
+    """Places before the keys of each sequence."""
+    return 0 if reach.seen is None else reach.sinks + reach.window - 1
+
+
+def _shared(x: Tokens, reach: Reach) -> tuple[tuple, dict]:
+    """What all kernels of a call take: numbers, and constants."""
+    (B, T, H, D), packed = x.q.shape, reach.cu_seqlens is not None
+    numbers = (T, num_sequences(B, reach.cu_seqlens), B * T, _past(reach), reach.window, reach.scale, reach.softcap)
+    return numbers, {
+        "H": H, "G": H // x.k.shape[2], "D": D, "SINKS": reach.sinks, "PACKED": packed, **_dots(x.q)
+    }  # fmt: skip
 
 
 @taped
 @flat(Tokens, Reach)
 def window_fwd_triton(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, D] and, per head and query [B, H, T], the logarithm to base 2 of the sum of e^scores."""
-    (B, T, H, D), (firsts, window, scale, softcap) = x.q.shape, reach
-    q, k, v = (t.contiguous() for t in x)
-    o, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=compute_dtype(q.dtype))
-    sizes, strides, options = _shared(q, k, firsts)
-    tiles = _tiles(q, D, 128, 64, 8 if D > 64 else 4, 3)
-    window_fwd_kernel[(cdiv(T, tiles["BM"]), H, B)](
-        (q, k, v), (o, lse), firsts, sizes, strides, window, scale, softcap, **options, **tiles
-    )
+    """o [B, T, H, D] and, per head and query [H, B T], the logarithm to base 2 of the sum of e^scores."""
+    B, T, H, D = x.q.shape
+    x, sink_logits = Tokens(*map(aligned, x)), None if reach.sink_logits is None else reach.sink_logits.contiguous()
+    o, lse = torch.empty_like(x.q), x.q.new_empty(H, B * T, dtype=compute_dtype(x.q.dtype))
+    numbers, constants = _shared(x, reach)
+    tiles = _tiles(x.q, D, 128, 64, 8 if D > 64 else 4, 3)
+    layout, count = _layout(x, reach, tiles["BM"])
+    window_fwd_kernel[(count, H)]((*x, sink_logits), (o, lse), layout, *numbers, **constants, **tiles)
     return o, lse
 
 
 @taped
 @flat(Upstream, Tokens, Results, Reach)
-def window_bwd_triton(upstream: Upstream, x: Tokens, results: Results, reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
-    (B, T, H, D), keys, (firsts, window, scale, softcap) = x.q.shape, x.k.shape[1], reach
-    (q, k, v, do), (o, lse) = (t.contiguous() for t in (*x, *upstream)), results
-    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    sizes, strides, options = _shared(q, k, firsts)
-    given = (do, lse, delta)
-    tiles = _tiles(q, D, 64, 64, 4, 2)
-    window_bwd_kernel_dq[(cdiv(T, tiles["BM"]), H, B)](
-        (q, k, v), given, dq, firsts, sizes, strides, window, scale, softcap, **options, **tiles
+def window_bwd_triton(
+    upstream: Upstream, x: Tokens, results: Results, reach: Reach
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink_logits, which is empty without sink logits."""
+    H, D = x.q.shape[2:]
+    x, do, (o, lse) = Tokens(*map(aligned, x)), aligned(upstream.do), results
+    dq, dk, dv, delta = (torch.empty_like(t) for t in (*x, lse))
+    numbers, constants = _shared(x, reach)
+    tiles = _tiles(x.q, D, 64, 64, 4, 2)
+    layout, count = _layout(x, reach, tiles["BM"])
+    parts = lse.new_empty(count, H, reach.sinks, 2, D)
+    window_bwd_kernel_dq[(count, H)](
+        tuple(x), (do, o, lse), (dq, delta, parts), layout, *numbers, **constants, **tiles
     )
-    window_bwd_kernel_dkv[(cdiv(keys, tiles["BN"]), k.shape[2], B)](
-        (q, k, v), given, (dk, dv), firsts, sizes, strides, window, scale, softcap, **options, **tiles
+    of_keys, key_tiles = _layout(x, reach, tiles["BN"], of_keys=True)
+    window_bwd_kernel_dkv[(key_tiles, x.k.shape[2])](
+        tuple(x), (do, lse, delta), (dk, dv), of_keys, *numbers, **constants, **tiles
     )
-    return dq, dk, dv
+    if reach.sinks:
+        T, sequences, _, past, _, scale, _ = numbers
+        constants.pop("PRECISION")
+        window_bwd_kernel_sinks[(reach.sinks * sequences, x.k.shape[2])](
+            parts, (dk, dv), layout, T, past, scale, **constants, BD=tiles["BD"], BM=tiles["BM"], BR=32, num_warps=4
+        )
+    if reach.sink_logits is None:
+        return dq, dk, dv, lse.new_empty(0)
+    weights = torch.exp2(reach.sink_logits.to(lse.dtype)[:, None] * LOG2E - lse)
+    return dq, dk, dv, -(weights * delta).sum(1)
 
 
 @taped

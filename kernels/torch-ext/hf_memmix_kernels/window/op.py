@@ -7,13 +7,11 @@ from .._common import check_cu_seqlens, check_heads, compute_dtype
 from .._dispatch import use_triton
 from .._groups import flat
 from .._pages import check_step_states
-from .._registration import chunk_op, module, step_op
+from .._registration import chunk_op, module, or_zeros, step_op
 from .arguments import Reach, Results, Sizes, States, Tokens, Upstream
 from .torch_path import (
-    Reads,
-    Scores,
-    in_order,
-    last_of_packed,
+    after_past,
+    is_causal,
     window_attention,
     window_bwd_torch,
     window_fwd_torch,
@@ -37,33 +35,36 @@ def _fwd(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
 
 @_fwd.register_fake
 def _(q, *rest):
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
+    lse = q.new_empty(q.shape[2], q.shape[0] * q.shape[1], dtype=compute_dtype(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 @chunk_op("hf_memmix::window_bwd")
 @flat(Upstream, Tokens, Results, Reach)
-def _bwd(upstream: Upstream, x: Tokens, results: Results, reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
+def _bwd(upstream: Upstream, x: Tokens, results: Results, reach: Reach) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not _kernels(x.q):
         return window_bwd_torch(*upstream, *x, *reach)
     return module(".launch", __package__).window_bwd_triton(*upstream, *x, *results, *reach)
 
 
 @_bwd.register_fake
-def _(do, q, k, v, *rest):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(do, q, k, v, o, lse, sink_logits, *rest):
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv, lse.new_empty(0 if sink_logits is None else q.shape[2])
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, firsts, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, firsts)
+    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dlse):
-    q, *rest = ctx.saved_tensors
-    do = torch.zeros_like(q) if do is None else do
-    return *_bwd(do, q, *rest, *ctx.options), None, None, None, None
+    *x, sink_logits, cu_seqlens, seen, o, lse = ctx.saved_tensors
+    reach = Reach(sink_logits, cu_seqlens, seen, ctx.window, ctx.sinks, ctx.scale, ctx.softcap)
+    *grads, dsink_logits = _bwd(or_zeros(do, o), *x, o, lse, *reach)
+    dsink_logits = None if sink_logits is None else dsink_logits.to(sink_logits.dtype)
+    return *grads, dsink_logits, None, None, None, None, None, None
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -140,52 +141,24 @@ def chunk_window(
         ValueError: shapes or sizes do not fit.
     """
     _check("window", q, k, v, window, sinks, sink_logits)
-    x, reads = Tokens(q, k, v), Reads(window, sinks, Scores(scale, softcap, sink_logits))
-    if cu_seqlens is None:
-        return _chunk(x, reads, initial_state, lengths, final_state)
-    check_cu_seqlens(cu_seqlens, q.shape[0])
-    if initial_state is None and not sinks:
-        place = torch.arange(q.shape[1], device=q.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), place.to(cu_seqlens.dtype), right=True)
-        firsts = cu_seqlens[sequence.clamp_max(len(cu_seqlens) - 2)].long()
-        o = _outputs(x, reads, firsts=firsts)
-        return o, last_of_packed(k, v, cu_seqlens, window) if final_state else None
-    outputs, states = [], []
-    for n, length in enumerate(cu_seqlens.diff().tolist()):
-        start = int(cu_seqlens[n])
-        own = None if initial_state is None else tuple(t[n : n + 1] for t in initial_state)
-        part = Tokens(*(t[:, start : start + length] for t in x))
-        o, state = _chunk(part, reads, own, None, final_state)
-        outputs.append(o)
-        states.append(state)
-    ends = tuple(torch.cat(parts) for parts in zip(*states, strict=True)) if final_state else None
-    return torch.cat(outputs, 1), ends
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q.shape[0])
+    seen, after = None if initial_state is None else initial_state[2][:, 0], None
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    softcap = None if softcap is None else float(softcap)
+    reach = Reach(sink_logits, cu_seqlens, seen, window, sinks, scale, softcap)
+    if final_state or (sinks and initial_state is not None):
+        after = window_states(initial_state, k, v, reach, lengths)
+    if initial_state is not None:
+        k, v = after_past(initial_state, after, k, v, reach)
+    return _outputs(Tokens(q, k, v), reach), after if final_state else None
 
 
-def _chunk(x: Tokens, reads: Reads, state, lengths, final_state: bool):
-    (q, k, v), after = x, None
-    if final_state or state is not None:
-        ends = torch.full((q.shape[0],), q.shape[1], device=q.device) if lengths is None else lengths.long()
-        after = window_states(state, k, v, ends, reads.window, reads.sinks)
-    o = _outputs(x, reads, state, after)
-    return o, after if final_state else None
-
-
-def _outputs(x: Tokens, reads: Reads, state=None, after=None, firsts=None):
-    """See `torch_path.window_attention`, which computes what the kernels do not."""
-    (q, k, v), (window, sinks, scores) = x, reads
+def _outputs(x: Tokens, reach: Reach) -> Tensor:
     exporting = torch.compiler.is_exporting()  # an exported program keeps the op: blocks depend on the length
-    causal = not exporting and state is None and firsts is None and scores.softcap is None and q.shape[1] <= window
-    kernels = exporting or (q.shape[1] > 0 and _kernels(q))
-    if causal or sinks or scores.sink_logits is not None or not kernels:
-        return window_attention(x, reads, state, after, firsts)
-    firsts = None if firsts is None else firsts[None]
-    if state is not None:
-        k, v = (torch.cat(parts, 1) for parts in zip(in_order(state, window, sinks), (k, v), strict=True))
-        firsts = window - 1 - state[2][:, :1]
-    scale = float(q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-    softcap = None if scores.softcap is None else float(scores.softcap)
-    return _fwd(q, k, v, firsts, window, scale, softcap)[0]
+    if not exporting and (is_causal(x, reach) or not x.q.shape[1] or not _kernels(x.q)):
+        return window_attention(x, reach)
+    return _fwd(*x, *reach)[0]
 
 
 def window_step(

@@ -18,6 +18,7 @@ from torch import Tensor
 # states of a window go from rank to rank
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._chunks import sequence_ids
 from .._common import compute_dtype
 from .._groups import flat
 from .._pages import read_pages, write_pages
@@ -32,22 +33,14 @@ class Scores(NamedTuple):
     """What happens to the scores before the softmax.
 
     Args:
-        scale: factor of q k; None for D^-1/2.
+        scale: factor of q k.
         softcap: c in c tanh(scores / c); None for no cap.
         sink_logits: [H], a further logit per head that takes a share of the softmax and adds no value; None for none.
     """
 
-    scale: float | None = None
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-
-
-class Reads(NamedTuple):
-    """Which keys a query reads, the last `window` ones and the first `sinks` ones, and how."""
-
-    window: int
-    sinks: int
-    scores: Scores
+    scale: float
+    softcap: float | None
+    sink_logits: Tensor | None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None = None) -> Tensor:
@@ -63,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None 
         )
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    logits = (q @ k.mT) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    logits = (q @ k.mT) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if mask is None:
@@ -78,86 +71,90 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None 
     return weights.to(v.dtype) @ v
 
 
-def window_attention(
-    x: Tokens, reads: Reads, state: State | None = None, after: State | None = None, firsts: Tensor | None = None
-) -> Tensor:
-    """y [B, T, H, D] of q [B, T, H, D] and k, v [B, T, Hk, D].
+def is_causal(x: Tokens, reach: Reach) -> bool:
+    """Whether this is causal attention of rows that begin here, as torch computes it best."""
+    plain = reach.softcap is None and reach.sink_logits is None
+    return plain and reach.cu_seqlens is None and reach.seen is None and x.q.shape[1] <= reach.window
 
-    Args:
-        state: `window_states` before these tokens; None at the begin of the sequences.
-        after: `window_states` after them; needed with `state`.
-        firsts: [T], B = 1: the place of the first token of each token's packed sequence; without `state` and sinks.
-    """
-    (q, k, v), (window, sinks, scores) = x, reads
-    batch, length = q.shape[:2]
-    if not length:
+
+def window_attention(x: Tokens, reach: Reach) -> Tensor:
+    """y [B, T, H, D] of q [B, T, H, D] and k, v as `after_past` returns them; without states [B, T, Hk, D]."""
+    q, cu_seqlens, window, sinks = x.q, reach.cu_seqlens, reach.window, reach.sinks
+    if not q.shape[1]:
         return torch.empty_like(q)
-    if state is None and firsts is None and length <= window:
+    if cu_seqlens is not None and (sinks or reach.seen is not None):
+        return _one_by_one(x, reach)
+    if cu_seqlens is None and reach.seen is None and q.shape[1] <= window:
+        scores = Scores(reach.scale, reach.softcap, reach.sink_logits)
         return attend(*(t.transpose(1, 2) for t in x), scores).transpose(1, 2)
-    if state is None:
-        seen = q.new_zeros(1, dtype=torch.long)
-        firsts_of = [x[:, :sinks] for x in (k, v)]
-        before = [x.new_zeros(batch, window - 1, *x.shape[2:]) for x in (k, v)]
-        same = firsts is None
+    firsts_of, keys = [t[:, :sinks] for t in x[1:]], x[1:]
+    if reach.seen is None:
+        keys = [F.pad(t, (0, 0, 0, 0, window - 1, 0)) for t in keys]
     else:
-        seen, same = state[2][:, 0], False
-        firsts_of = [x[:, :sinks] for x in after[:2]]
-        before = in_order(state, window, sinks)
-    return _in_blocks(x, reads, before, firsts_of, seen, firsts, same)
+        keys = [t[:, sinks:] for t in keys]
+    firsts = None if cu_seqlens is None else cu_seqlens[sequence_ids(cu_seqlens, q.shape[1])].long()
+    return _in_blocks(Tokens(q, *keys), reach, firsts_of, firsts)
+
+
+def _one_by_one(x: Tokens, reach: Reach) -> Tensor:
+    """`window_attention` of packed sequences with states or sinks."""
+    past, outputs, start, at = 0 if reach.seen is None else reach.sinks + reach.window - 1, [], 0, 0
+    for n, length in enumerate(reach.cu_seqlens.diff().tolist()):
+        seen, end = None if reach.seen is None else reach.seen[n : n + 1], at + past + length
+        part = Tokens(x.q[:, start : start + length], x.k[:, at:end], x.v[:, at:end])
+        outputs.append(window_attention(part, reach._replace(cu_seqlens=None, seen=seen)))
+        start, at = start + length, end
+    return torch.cat(outputs, 1)
 
 
 @flat(Tokens, Reach)
 def window_fwd_torch(x: Tokens, reach: Reach) -> tuple[Tensor, Tensor]:
     """What `window_fwd_triton` computes, without the logarithms of the sums."""
-    (q, k, v), (firsts, window, scale, softcap) = x, reach
-    reads, before = Reads(window, 0, Scores(scale, softcap)), k.shape[1] - q.shape[1]
-    if not before:
-        o = window_attention(x, reads, firsts=None if firsts is None else firsts[0])
-    else:
-        parts = [t.split([before, q.shape[1]], 1) for t in (k, v)]
-        past, (k, v) = ([part[i] for part in parts] for i in (0, 1))
-        seen = window - 1 - firsts[:, 0]
-        o = _in_blocks(Tokens(q, k, v), reads, past, None, seen, None, False)
-    return o.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=compute_dtype(q.dtype))
+    B, T, H, _ = x.q.shape
+    return window_attention(x, reach).contiguous(), x.q.new_zeros(H, B * T, dtype=compute_dtype(x.q.dtype))
 
 
 @flat(Upstream, Tokens, Reach)
-def window_bwd_torch(upstream: Upstream, x: Tokens, reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; the forward pass is computed again."""
+def window_bwd_torch(upstream: Upstream, x: Tokens, reach: Reach) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink_logits, which is empty without sink logits; the forward pass is computed again."""
+    given = [*x] if reach.sink_logits is None else [*x, reach.sink_logits]
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in x]
-        o, _ = window_fwd_torch(*leaves, *reach)
-        return torch.autograd.grad(o, leaves, upstream.do)
+        leaves = [t.detach().requires_grad_() for t in given]
+        reach = reach._replace(sink_logits=None if reach.sink_logits is None else leaves[3])
+        grads = torch.autograd.grad(window_attention(Tokens(*leaves[:3]), reach), leaves, upstream.do)
+    wide = compute_dtype(x.q.dtype)
+    dsink_logits = x.q.new_empty(0, dtype=wide) if reach.sink_logits is None else grads[3].to(wide)
+    return *(t.contiguous() for t in grads[:3]), dsink_logits
 
 
-def _in_blocks(tokens: Tokens, reads: Reads, before, firsts_of, seen, firsts, same: bool) -> Tensor:
+def _in_blocks(x: Tokens, reach: Reach, firsts_of: list[Tensor], firsts: Tensor | None) -> Tensor:
     """`window_attention` by blocks of queries.
 
     Args:
-        before: keys and values [B, W - 1, Hk, D] before those of the queries.
+        x: k and v with the W - 1 places before those of the queries.
         firsts_of: keys and values of the sinks [B, S, Hk, D].
-        seen: how many tokens stand before the queries, [B] or [1].
-        same: whether all blocks but the first have the same mask.
+        firsts: [T], B = 1: the place of the first token of each token's packed sequence; without states and sinks.
     """
-    (q, k, v), (window, sinks, scores) = tokens, reads
+    (q, k, v), window, sinks = x, reach.window, reach.sinks
+    scores = Scores(reach.scale, reach.softcap, reach.sink_logits)
     length, block = q.shape[1], max(window + sinks, SMALLEST_BLOCK)
     count = -(-length // block)
-    fill = count * block - length
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, fill)) for x in (q, k, v))
+    q, k, v = (F.pad(t, (0, 0, 0, 0, 0, count * block - length)) for t in x)
     # a block of C queries reads the window - 1 tokens before it and its own
     q = q.unflatten(1, (count, block)).transpose(2, 3)
-    k, v = (torch.cat(parts, 1).unfold(1, window - 1 + block, block).mT for parts in zip(before, (k, v), strict=True))
+    k, v = (t.unfold(1, window - 1 + block, block).mT for t in (k, v))
     if sinks:
         k, v = (
-            torch.cat([x[:, None].expand(-1, count, -1, -1, -1).transpose(2, 3), blocks], 3)
-            for x, blocks in zip(firsts_of, (k, v), strict=True)
+            torch.cat([t[:, None].expand(-1, count, -1, -1, -1).transpose(2, 3), blocks], 3)
+            for t, blocks in zip(firsts_of, (k, v), strict=True)
         )
+    seen = torch.zeros(1, dtype=torch.long, device=q.device) if reach.seen is None else reach.seen
     starts = seen[:, None] + torch.arange(count, device=q.device) * block
-    if same and count > 2:
+    if reach.seen is None and firsts is None and count > 2:  # all blocks but the first have the same mask
         mask = _mask(starts[:, :2], block, window, sinks)
         outputs = [
-            _attend_blocks(*(x[:, :1] for x in (q, k, v)), mask[:, :1], scores),
-            _attend_blocks(*(x[:, 1:] for x in (q, k, v)), mask[:, 1:], scores),
+            _attend_blocks(*(t[:, :1] for t in (q, k, v)), mask[:, :1], scores),
+            _attend_blocks(*(t[:, 1:] for t in (q, k, v)), mask[:, 1:], scores),
         ]
         y = torch.cat(outputs, 1)
     else:
@@ -165,32 +162,70 @@ def _in_blocks(tokens: Tokens, reads: Reads, before, firsts_of, seen, firsts, sa
     return y.transpose(2, 3).flatten(1, 2)[:, :length]
 
 
-def window_states(state: State | None, k: Tensor, v: Tensor, ends: Tensor, window: int, sinks: int) -> State:
-    """The keys and values that later tokens can read, after the first `ends` [B] of the tokens k, v [B, T, Hk, D].
+def window_states(state: State | None, k: Tensor, v: Tensor, reach: Reach, lengths: Tensor | None = None) -> State:
+    """The keys and values that later tokens can read, after the tokens k, v [B, T, Hk, D] or the first `lengths` [B].
 
     Returns:
-        keys and values [B, S + W, Hk, D], and the number of tokens so far [B, Hk], int64. The first S tokens of a
+        keys and values [N, S + W, Hk, D], and the number of tokens so far [N, Hk], int64. The first S tokens of a
         sequence fill the first slots, then token p stands in slot S + (p - S) mod W.
     """
-    slots = torch.arange(sinks + window, device=k.device)
-    seen = torch.zeros_like(ends) if state is None else state[2][:, 0]
+    (B, T, heads), device, bounds = k.shape[:3], k.device, reach.cu_seqlens
+    if state is None and bounds is None and lengths is None and not torch.compiler.is_compiling():
+        return _states_of_whole_rows(k, v, reach.window, reach.sinks)
+    if bounds is not None:
+        ends = bounds.diff().long()
+    else:
+        ends = torch.full((B,), T, device=device) if lengths is None else lengths.long()
+    slots = torch.arange(reach.sinks + reach.window, device=device)
+    seen = torch.zeros_like(ends) if state is None else reach.seen
     after = (seen + ends)[:, None]
     # the last token that belongs to each slot, as its place among the new tokens; negative if that holds no new one
-    token = torch.where(slots < sinks, slots, after - 1 - (after - 1 - slots) % window)
-    exists = (token < after) & ((token < sinks) == (slots < sinks))
+    token = torch.where(slots < reach.sinks, slots, after - 1 - (after - 1 - slots) % reach.window)
+    exists = (token < after) & ((token < reach.sinks) == (slots < reach.sinks))
     place = torch.where(exists, token - seen[:, None], -1)
+    starts = None if bounds is None else bounds[:-1].long()
     old = (None, None) if state is None else state
-    return _taken(old[0], k, place), _taken(old[1], v, place), after.expand(-1, k.shape[2]).contiguous()
+    keys, values = (_taken(past, new, place, starts) for past, new in zip(old, (k, v), strict=False))
+    return keys, values, after.expand(-1, heads).contiguous()
 
 
-def last_of_packed(k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> State:
-    """`window_states` [N, ...] at the end of packed sequences, without sinks; k, v [1, T, Hk, D]."""
-    starts, ends = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    slots = torch.arange(window, device=k.device)
-    token = ends[:, None] - 1 - (ends[:, None] - 1 - slots) % window
-    place = torch.where(token >= 0, starts[:, None] + token, -1).flatten()[None]
-    keys, values = (_taken(None, x, place)[0].unflatten(0, (-1, window)) for x in (k, v))
-    return keys, values, ends[:, None].expand(-1, k.shape[2]).contiguous()
+def _states_of_whole_rows(k: Tensor, v: Tensor, window: int, sinks: int) -> State:
+    """`window_states` of rows that begin and end here: all places are known without the device, which saves most
+    operators.
+    """
+    B, T, heads, _ = k.shape
+    oldest = max(sinks, T - window)  # of the ring
+    before_turn = window - (oldest - sinks) % window
+
+    def slots(x: Tensor) -> Tensor:
+        ring = x[:, oldest:]
+        x = torch.cat([x[:, :sinks], ring[:, before_turn:], ring[:, :before_turn]], 1)
+        return F.pad(x, (0, 0, 0, 0, 0, sinks + window - x.shape[1]))
+
+    return slots(k), slots(v), torch.full((B, heads), T, device=k.device)
+
+
+def after_past(state: State, after: State | None, k: Tensor, v: Tensor, reach: Reach) -> list[Tensor]:
+    """Keys and values with those of the state before the first token of each sequence: [B, S + W - 1 + T, Hk, D], or
+    packed [1, N (S + W - 1) + T, Hk, D].
+
+    The sinks come first, from the state after the tokens, which `reach.sinks` needs, and then the last W - 1 tokens
+    of the ring, the oldest first. What stands at the places of tokens that do not exist is undefined.
+    """
+    past = _in_order(state, reach.window, reach.sinks)
+    if reach.sinks:
+        past = [torch.cat([t[:, : reach.sinks], ring.to(t.dtype)], 1) for t, ring in zip(after, past, strict=False)]
+    past = [t.to(x.dtype) for t, x in zip(past, (k, v), strict=True)]
+    if reach.cu_seqlens is None:
+        return [torch.cat(parts, 1) for parts in zip(past, (k, v), strict=True)]
+    sequences, places = past[0].shape[:2]
+    bounds = reach.cu_seqlens.long() + places * torch.arange(sequences + 1, device=k.device)
+    place = torch.arange(k.shape[1] + sequences * places, device=k.device)
+    sequence = sequence_ids(bounds, len(place))
+    own, first = place - bounds[sequence], (sequence + 1) * places
+    source = torch.where(own < places, sequence * places + own, sequences * places + place - first)
+    parts = [torch.cat([t.flatten(0, 1), x[0]]) for t, x in zip(past, (k, v), strict=True)]
+    return [t.index_select(0, source)[None] for t in parts]
 
 
 @torch.no_grad()
@@ -212,21 +247,24 @@ def window_step_torch(x: Tokens, states: States, sizes: Sizes) -> Tensor:
     return o.transpose(1, 2)
 
 
-def _taken(old: Tensor | None, new: Tensor, place: Tensor) -> Tensor:
-    """[B, slots, ...]: new[b, place[b, slot]]; at a negative place what `old` holds, or zero."""
-    found = place.clamp_min(0)[..., None, None].expand(-1, -1, *new.shape[2:])
+def _taken(old: Tensor | None, new: Tensor, place: Tensor, starts: Tensor | None) -> Tensor:
+    """[N, slots, ...]: new[n, place[n, slot]], or new[0, starts[n] + place[n, slot]] of packed sequences; at a
+    negative place what `old` holds, or zero.
+    """
     kept = place.lt(0)[..., None, None]
     if new.shape[1] == 0:
-        return old if old is not None else new.new_zeros(found.shape)
-    found = new.gather(1, found)
+        return old if old is not None else new.new_zeros(*place.shape, *new.shape[2:])
+    found = place.clamp_min(0)
+    if starts is None:
+        found = new.gather(1, found[..., None, None].expand(-1, -1, *new.shape[2:]))
+    else:
+        found = torch.where(place < 0, 0, starts[:, None] + place)
+        found = new[0].index_select(0, found.flatten()).unflatten(0, place.shape)
     return found.masked_fill(kept, 0) if old is None else torch.where(kept, old.to(new.dtype), found)
 
 
-def in_order(state: State, window: int, sinks: int) -> list[Tensor]:
-    """The last W - 1 tokens of the ring, keys and values [B, W - 1, Hk, D], the oldest first.
-
-    What stands at the places of tokens that do not exist, or that are sinks, is undefined.
-    """
+def _in_order(state: State, window: int, sinks: int) -> list[Tensor]:
+    """The last W - 1 tokens of the ring, keys and values [N, W - 1, Hk, D], the oldest first."""
     *tensors, seen = state
     token = seen[:, :1] - window + 1 + torch.arange(window - 1, device=seen.device)
     slot = sinks + (token - sinks) % window

@@ -84,8 +84,21 @@ def test_a_row_runs(name, images):
     (row,) = digits.rows_to_run([], args)
     result = digits.run(row, args)
     assert result["finite"] and result["steps"] == 2 and 0 <= result["accuracy"] <= 1
+    assert ("accuracy_running" in result) == (name != "vit")
     seeds = digits.rows_to_run([row | result], args)
     assert [row["seed"] for row in seeds] == [0, 0, 1, 2] and {row["lr"] for row in seeds} == {1e-3}
+
+
+def test_statistics_are_those_of_the_images():
+    """After the training the first BatchNorm has the mean and the variance of all images, whatever it had before."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(1)).to(torch.float64)
+    model[0].running_mean += 5
+    images = torch.rand(2 * classifiers.PART, 1, 4, 4, dtype=torch.float64)
+    assert classifiers.measure_statistics_again(model, images)
+    parts = [classifiers.enlarged(part) for part in images.split(classifiers.PART)]
+    torch.testing.assert_close(model[0].running_mean, sum(part.mean().view(1) for part in parts) / 2)
+    torch.testing.assert_close(model[0].running_var, sum(part.var().view(1) for part in parts) / 2)
+    assert not classifiers.measure_statistics_again(torch.nn.Linear(2, 2), images)
 
 
 def test_throughput():

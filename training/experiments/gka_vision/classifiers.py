@@ -1,7 +1,5 @@
 """Classifiers of small grey images: the data, one training, and its accuracy. Shared by the scripts of this folder."""
 
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,24 +28,37 @@ def enlarged(images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, images: Tensor, labels: Tensor, use_autocast: bool = True) -> tuple[float, float]:
-    """Loss and accuracy, in bf16 on a GPU unless `use_autocast` is False."""
+def measure(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Loss and accuracy, in bf16 on a GPU."""
     model.eval()
-    with autocast() if use_autocast else contextlib.nullcontext():
+    with autocast():
         logits = torch.cat([model(enlarged(part)).logits for part in images.split(PART)]).float()
     return F.cross_entropy(logits, labels).item(), (logits.argmax(-1) == labels).float().mean().item()
 
 
-def trained(
-    row: dict,
-    args,
-    digits: dict[str, tuple[Tensor, Tensor]],
-    before_step: Callable[[nn.Module, int], None] | None = None,
-) -> tuple[nn.Module, dict]:
+@torch.no_grad()
+def measure_statistics_again(model: nn.Module, images: Tensor) -> bool:
+    """Replace the running statistics of every BatchNorm by the means over `images`; False if there is no BatchNorm.
+
+    Running statistics are those of the last few steps. After a training at a high rate they may not fit the weights.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+        norm.train()
+    if norms:
+        with autocast():
+            for part in images.split(PART):
+                model(enlarged(part))
+    return bool(norms)
+
+
+def trained(row: dict, args, digits: dict[str, tuple[Tensor, Tensor]]) -> tuple[nn.Module, dict]:
     """Train the model of a row on the part "train" of `digits`; returns it and the result of `fit` with its size.
 
-    row: `{"model", "lr", "seed"}`. args: `steps`, `batch_size` and what `fit` reads. `before_step` is called with the
-    model and the number of steps so far.
+    row: `{"model", "lr", "seed"}`. args: `steps`, `batch_size` and what `fit` reads.
     """
     common = {"image_size": (SIZE + 2 * PADDING) * ENLARGED, "num_channels": 1, "num_labels": CLASSES}
     model = build(row["model"], SMALL, row["seed"], **common).to(device())
@@ -55,8 +66,6 @@ def trained(
     stream = torch.Generator(device()).manual_seed(row["seed"])
 
     def batch_of(step):
-        if before_step is not None:
-            before_step(model, step)
         index = torch.randint(len(images), (args.batch_size,), generator=stream, device=images.device)
         return enlarged(shifted(images[index, 0], PADDING, -1.0, stream)[:, None]), labels[index]
 

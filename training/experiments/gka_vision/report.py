@@ -1,13 +1,28 @@
 """The tables of the two image experiments, and the plot of the throughput."""
 
+import statistics
+
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.evaluation.probes.counted import wilson
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.mnist import TEST
 from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.common.rates import chosen_rows
+from hf_memmix.training.experiments.common.report import rate_text
 from hf_memmix.training.experiments.gka_vision.models import MODELS
 
 KINDS = ("inference", "training")
+INTERVAL_NOTE = f"In brackets: the interval of 95 % for {TEST:,} test images, the same for all seeds (Wilson)."
+
+
+def accuracy_text(rows: list[dict], digits: int, key: str = "accuracy") -> str:
+    """Mean and deviation over seeds in percent, and in brackets the interval of the mean for `TEST` images."""
+    shares = [row[key] for row in rows if key in row]
+    if not shares:
+        return ""
+    low, high = (100 * bound for bound in wilson(statistics.fmean(shares), TEST))
+    return f"{spread_text([100 * share for share in shares], digits)} ({low:.1f} to {high:.1f})"
 
 
 def digits(results: dict) -> str:
@@ -16,15 +31,17 @@ def digits(results: dict) -> str:
     A seed whose loss is above that of guessing counts too: it was trained and measured as the others.
     """
     rows, table = [row for row in results["rows"] if "accuracy" in row], []
+    running = any("accuracy_running" in row for row in rows)
     for model in MODELS:
         chosen = chosen_rows(rows, model=model)
         if not chosen:
             continue
-        accuracies = [100 * row["accuracy"] for row in chosen]
-        sizes = f"{chosen[0]['parameters'] / 1e6:.2f} M"
-        table.append([model, sizes, chosen[0]["lr"], len(chosen), spread_text(accuracies, 2)])
+        rate = rate_text([row for row in rows if row["model"] == model], chosen[0]["lr"])
+        cells = [accuracy_text(chosen, 2, key) for key in ("accuracy", "accuracy_running")[: 1 + running]]
+        table.append([model, f"{chosen[0]['parameters'] / 1e6:.2f} M", rate, len(chosen), *cells])
     head = ["model", "parameters", "learning rate", "seeds", "accuracy on test images, %"]
-    return f"{markdown_table(head, table)}\n\n{SPREAD_NOTE} {measured_at(results)}."
+    head += ["with the running statistics of the training"] * running
+    return f"{markdown_table(head, table)}\n\n{SPREAD_NOTE} {INTERVAL_NOTE} {measured_at(results)}."
 
 
 def throughput(results: dict) -> str:

@@ -8,6 +8,7 @@ from hf_memmix.training.experiments.common.report import above, mean_of_rows, me
 from hf_memmix.training.experiments.echo.report import mask_table
 from hf_memmix.training.experiments.gka import variants_report
 from hf_memmix.training.experiments.gka_vision.models import MODELS
+from hf_memmix.training.experiments.gka_vision.report import INTERVAL_NOTE, accuracy_text
 from hf_memmix.training.experiments.lattice.language import PAPER
 from hf_memmix.training.experiments.recall_teacher.raised_report import raised_table
 from hf_memmix.training.experiments.recall_teacher.report import mixtures_table
@@ -57,13 +58,14 @@ def images() -> str:
         cells = []
         for of in sets:
             rows = chosen_rows([row for row in of["rows"] if "accuracy" in row], model=model)
-            cells.append(spread_text([100 * row["accuracy"] for row in rows], 1))
+            cells.append(accuracy_text(rows, 1))
         fast = {row["resolution"]: row for row in speed["rows"] if row["model"] == model}
         for size in RESOLUTIONS:
             cells.append(f"{fast[size]['inference_images_per_second']:,.0f}" if size in fast else "")
         lines.append([model, *cells])
     head = ["model", "digits, %", "clothes, %", *(f"images/s, {size} px" for size in RESOLUTIONS)]
-    return f"{markdown_table(head, lines, figures=True)}\n\n{SPREAD_NOTE} Images/s: inference. {measured_at(speed)}."
+    notes = f"{SPREAD_NOTE} {INTERVAL_NOTE} Images/s: inference. {measured_at(speed)}."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{notes}"
 
 
 def echo_mask() -> str:

@@ -16,6 +16,7 @@ from hf_memmix.training.experiments.budget import report as budget
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.report import language_section
 from hf_memmix.training.experiments.echo import report as echo
+from hf_memmix.training.experiments.gka import equations
 from hf_memmix.training.experiments.gka import report as gka
 from hf_memmix.training.experiments.gka import variants_report as gka_variants
 from hf_memmix.training.experiments.gka_vision import report as gka_vision
@@ -35,6 +36,7 @@ TABLES = {
     "lattice_ablation": of_one(lattice.ablation),
     "recall": of_one(gka.recall),
     "gka_variants": gka_variants.section,
+    "gka_equations": of_one(equations.table),
     "gka_vision_digits": of_one(gka_vision.digits),
     "gka_vision_throughput": of_one(gka_vision.throughput),
     "baselines_language": of_one(lambda results: language_section(results, "transformer", {})),

@@ -233,12 +233,14 @@ def train_language_model(
     options: dict,
     prepare: Callable | None = None,
     warmup_steps: int | None = None,
+    groups_of: Callable | None = None,
 ) -> dict:
     """Train a language model with a context of `row["context"]` tokens on the training text and measure it.
 
     Args:
         prepare: called with the new model before its training.
         warmup_steps: as in `fit`.
+        groups_of: called with the model; returns `groups` of `fit`.
 
     Returns the result of `fit`, the number of parameters and of trained tokens, the losses on the development and the
     held-out text, the held-out perplexity, and `gate_quantiles`.
@@ -251,7 +253,8 @@ def train_language_model(
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
     loss_of = functools.partial(next_token_loss, model)
-    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup_steps)
+    options = {"warmup_steps": warmup_steps, "groups": None if groups_of is None else groups_of(model)}
+    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), **options)
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:
         return result

@@ -213,8 +213,8 @@ def table(results: dict) -> str:
     ways = list(reversals[0]["log10_errors"])
     second = []
     for row in reversals:
-        divisors = [f"{low:.2g} to {high:.2g}" for low, high in row["divisors"].values()]
-        errors_of = [f"1e{statistics.fmean(row['log10_errors'][way]):.1f}" for way in ways]
+        divisors = [f"{low:.1g} to {high:.1g}" for low, high in row["divisors"].values()]
+        errors_of = [f"{10 ** statistics.fmean(row['log10_errors'][way]):.0e}" for way in ways]
         second.append([row["dtype"], row["iterations"], *errors_of, *divisors])
     second_head = ["reversed in", "iterations", *ways, *(f"divisor, {name}" for name in reversals[0]["divisors"])]
     distance = next(row["distance_from_ridge"] for row in kalman_rows if "distance_from_ridge" in row)

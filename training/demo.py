@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -85,38 +86,44 @@ class ProgressBar(TrainerCallback):
             self.progress.update(self.task, description=f"{self.name}, loss {logs['loss']:.3f}")
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How long the demo trains, and how much it measures."""
+
+    align_steps: int = 100
+    distill_steps: int = 100
+    batch_size: int = 4
+    block_size: int = 256
+    text_tokens: int = 20_000  # of the text on which the models are compared
+    probe_lengths: tuple[int, ...] = PROBE_LENGTHS  # those that the transformer can read
+    probe_samples: int = 2  # needles at each of five depths, and so many sequences of MQAR, per length
+    contexts: tuple[int, ...] = CONTEXTS
+    new_tokens: int = NEW_TOKENS
+
+
 def run_demo(
     output: Path,
     progress: Progress,
+    sizes: Sizes = Sizes(),
     *,
     keep="none",
-    align_steps: int = 100,
-    distill_steps: int = 100,
-    batch_size: int = 4,
-    block_size: int = 256,
     text: Path | None = None,
     teacher_folder: Path | None = None,
     drills: bool = True,
-    text_tokens: int = 20_000,
-    probe_lengths: tuple[int, ...] = PROBE_LENGTHS,
-    probe_samples: int = 2,
-    contexts: tuple[int, ...] = CONTEXTS,
-    new_tokens: int = NEW_TOKENS,
 ) -> dict:
     """Run the demo, write its files into the folder `output`, and return the content of `results.json`.
 
-    The models are compared on the first `text_tokens` tokens of the file `text`, the bundled held-out text by default.
-    Recall is measured with `probe_samples` needles at each of five depths, and so many sequences of MQAR, per length
-    that the transformer can read.
-    `teacher_folder` takes the place of the bundled transformer. With `drills`, half of the training rows are drills of
-    recall, without the words of every fourth probe.
+    The models are compared on the file `text`, the bundled held-out text by default. `teacher_folder` takes the place
+    of the bundled transformer. With `drills`, half of the training rows are drills of recall, without the words of
+    every fourth probe.
+
+    Raises:
+        UserError: the teacher's weights are not one file of safetensors.
     """
     text = asset_path("heldout.txt") if text is None else text
     content = read_text(text)
     started = time.perf_counter()
-    seconds = {}
     output.mkdir(parents=True, exist_ok=True)
-
     teacher_folder = asset_path("tiny_teacher") if teacher_folder is None else teacher_folder
     weights = teacher_folder / "model.safetensors"
     if not weights.is_file():
@@ -124,60 +131,19 @@ def run_demo(
     teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU
-
-    data = training_rows(tokenizer, block_size, content if drills else None)
-    stages = []
-    for stage, steps in ((align, align_steps), (distill, distill_steps)):
-        name = stage.__name__
-        options = LEARNING_RATES[name] | {"steps": steps, "warmup_steps": min(WARMUP_STEPS, steps)}
-        options |= {"batch_size": batch_size, "block_size": block_size}
-        stages.append(
-            stage(
-                student, teacher, data, output / name, save_every=0, callbacks=[ProgressBar(progress, name)], **options
-            )
-        )
-        seconds[name] = stages[-1]["seconds"]
-
+    data = training_rows(tokenizer, sizes.block_size, content if drills else None)
+    stages = {
+        stage.__name__: trained(stage, student, teacher, data, steps, sizes, output, progress)
+        for stage, steps in ((align, sizes.align_steps), (distill, sizes.distill_steps))
+    }
     # from here on the student is the saved one: weights that were rounded to bf16, computed in fp32
     folder = output / "student"
     save_student(student, folder, tokenizer, overwrite=True, dtype=torch.bfloat16)
     student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    task = progress.add_task(f"compare on {text.name}", total=None)
-    quality = report(
-        student,
-        teacher,
-        content,
-        tokenizer,
-        block_size=block_size,
-        max_tokens=text_tokens,
-        progress=lambda done, total: progress.update(task, completed=done, total=total),
-    )
-
-    models = {"teacher": teacher, "student": student}
-    task = progress.add_task("probe recall", total=None)
-    probe_lengths = tuple(length for length in probe_lengths if length <= limit_of(teacher))
-    recall = recall_of(
-        models,
-        Material(tokenizer, content),
-        probe_lengths,
-        probe_samples,
-        progress=lambda done, total: progress.update(task, completed=done, total=total),
-    )
-
-    cost = {role: [] for role in models}
-    task = progress.add_task("measure memory and speed", total=2 * len(contexts))
-    for context in contexts:
-        for role, model in models.items():
-            cost[role].append(context_cost(model, context))
-            progress.advance(task)
-
-    prompt = tokenizer.decode(tokenizer(content[:2000], add_special_tokens=False).input_ids[:PROMPT_TOKENS])
-    generated = {role: generate(model, tokenizer, prompt, new_tokens) for role, model in models.items()}
-    task = progress.add_task("load the folder in a new process", total=1)
-    again = tokens_of_new_process(folder, prompt, new_tokens)
-    progress.advance(task)
-
+    measured = measure({"teacher": teacher, "student": student}, tokenizer, content, text.name, sizes, progress)
+    moved = bar(progress, "load the folder in a new process")
+    again = tokens_of_new_process(folder, measured["prompt"], sizes.new_tokens)
+    moved(1, 1)
     mixers = [kind for kind in student.config.mixer_types if kind != "attention"]
     results = {
         "hardware": f"{processor()}, {torch.get_num_threads()} threads, fp32, one sequence",
@@ -187,20 +153,61 @@ def run_demo(
         "teacher": describe("transformer", teacher) | {"sha256": file_hash(weights)},
         "student": describe("GKA", student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
-        "quality": quality,
-        "recall": {"samples": probe_samples, "rows": recall},
         "drills": drills,
-        "stages": stages,
-        "context_cost": cost,
-        "prompt": prompt,
-        "generated": generated,
-        "new_process_agrees": again == generated["student"]["tokens"],
-        "seconds": seconds | {"total": round(time.perf_counter() - started, 1)},
+        "stages": list(stages.values()),
+        **measured,
+        "new_process_agrees": again == measured["generated"]["student"]["tokens"],
+        "seconds": {name: stage["seconds"] for name, stage in stages.items()}
+        | {"total": round(time.perf_counter() - started, 1)},
     }
     write_json(output / "results.json", results)
     results = json.loads((output / "results.json").read_text(encoding="utf-8"))
     plot_context_cost(results, output / "plot.png")
     return results
+
+
+def trained(stage, student, teacher, data, steps: int, sizes: Sizes, output: Path, progress: Progress) -> dict:
+    """Run one stage, `align` or `distill`, and return its result."""
+    name = stage.__name__
+    options = LEARNING_RATES[name] | {"steps": steps, "warmup_steps": min(WARMUP_STEPS, steps)}
+    options |= {"batch_size": sizes.batch_size, "block_size": sizes.block_size, "save_every": 0}
+    return stage(student, teacher, data, output / name, callbacks=[ProgressBar(progress, name)], **options)
+
+
+def measure(models: dict, tokenizer, content: str, name: str, sizes: Sizes, progress: Progress) -> dict:
+    """Quality on the text `content`, recall, memory and speed by context, and a text of both models."""
+    quality = report(
+        models["student"],
+        models["teacher"],
+        content,
+        tokenizer,
+        block_size=sizes.block_size,
+        max_tokens=sizes.text_tokens,
+        progress=bar(progress, f"compare on {name}"),
+    )
+    lengths = tuple(length for length in sizes.probe_lengths if length <= limit_of(models["teacher"]))
+    material = Material(tokenizer, content)
+    recall = recall_of(models, material, lengths, sizes.probe_samples, progress=bar(progress, "probe recall"))
+    cost = {role: [] for role in models}
+    task = progress.add_task("measure memory and speed", total=2 * len(sizes.contexts))
+    for context in sizes.contexts:
+        for role, model in models.items():
+            cost[role].append(context_cost(model, context))
+            progress.advance(task)
+    prompt = tokenizer.decode(tokenizer(content[:2000], add_special_tokens=False).input_ids[:PROMPT_TOKENS])
+    return {
+        "quality": quality,
+        "recall": {"samples": sizes.probe_samples, "rows": recall},
+        "context_cost": cost,
+        "prompt": prompt,
+        "generated": {role: generate(model, tokenizer, prompt, sizes.new_tokens) for role, model in models.items()},
+    }
+
+
+def bar(progress: Progress, name: str):
+    """A function that moves a new bar: done, total."""
+    task = progress.add_task(name, total=None)
+    return lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def training_rows(tokenizer, block_size: int, probes: str | None) -> TokenBlocks:
@@ -313,8 +320,8 @@ def main(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with Progress(*columns, console=console) as progress:
-        steps = {"align_steps": align_steps, "distill_steps": distill_steps}
-        results = run_demo(output, progress, keep=keep, text=text, teacher_folder=teacher, drills=drills, **steps)
+        sizes = Sizes(align_steps=align_steps, distill_steps=distill_steps)
+        results = run_demo(output, progress, sizes, keep=keep, text=text, teacher_folder=teacher, drills=drills)
     show(results, output, console)
 
 

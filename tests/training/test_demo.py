@@ -57,10 +57,10 @@ def test_the_time_of_a_step_waits_for_every_kind_of_gpu(monkeypatch):
 
 def test_demo_end_to_end(tmp_path):
     # the rows of drills are longer; the transformer cannot read the longest probes
-    sizes = {"align_steps": 2, "distill_steps": 1, "batch_size": 1, "block_size": 64, "drills": False}
-    sizes |= {"text_tokens": 200, "probe_lengths": (96, 128, 4096), "probe_samples": 1}
+    sizes = {"align_steps": 2, "distill_steps": 1, "batch_size": 1, "block_size": 64, "text_tokens": 200}
+    sizes |= {"probe_lengths": (96, 128, 4096), "probe_samples": 1, "contexts": (512, 4096), "new_tokens": 6}
     with Progress(console=Console(quiet=True)) as progress:
-        results = demo.run_demo(tmp_path, progress, contexts=(512, 4096), new_tokens=6, **sizes)
+        results = demo.run_demo(tmp_path, progress, demo.Sizes(**sizes), drills=False)
     assert results == json.loads((tmp_path / "results.json").read_text())
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "student" / "model.safetensors").exists()

@@ -55,7 +55,15 @@ def test_the_time_of_a_step_waits_for_every_kind_of_gpu(monkeypatch):
     assert calls == [torch.device(device) for device in ("cuda", "mps", "xpu")]
 
 
-def test_demo_end_to_end(tmp_path):
+@pytest.fixture
+def short_text(tmp_path, monkeypatch):
+    """The demo trains on the beginning of its text: most of its time here would go into tokens that no step reads."""
+    short = tmp_path / "train.txt"
+    short.write_text(asset_path("train.txt").read_text(encoding="utf-8")[:100_000], encoding="utf-8")
+    monkeypatch.setattr(demo, "asset_path", lambda name: short if name == short.name else asset_path(name))
+
+
+def test_demo_end_to_end(tmp_path, short_text):
     # the rows of drills are longer; the transformer cannot read the longest probes
     sizes = {"align_steps": 2, "distill_steps": 1, "batch_size": 1, "block_size": 64, "text_tokens": 200}
     sizes |= {"probe_lengths": (96, 128, 4096), "probe_samples": 1, "contexts": (512, 4096), "new_tokens": 6}
@@ -106,7 +114,7 @@ def test_a_transformer_in_several_files_is_refused_before_any_work(tmp_path):
         demo.run_demo(tmp_path / "out", progress, teacher_folder=tmp_path)
 
 
-def test_with_drills_half_of_the_rows_are_drills():
+def test_with_drills_half_of_the_rows_are_drills(short_text):
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
     text = demo.training_rows(tokenizer, 128, None)
     both = demo.training_rows(tokenizer, 128, asset_path("heldout.txt").read_text(encoding="utf-8"))

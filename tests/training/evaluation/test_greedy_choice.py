@@ -125,14 +125,12 @@ def test_a_file_of_another_search_is_refused(teacher, data, tmp_path):
     ):
         with pytest.raises(ValueError, match=name):
             search_of(teacher, data, **options | other)
-        restarted = search_of(teacher, data, **options | other, restart=True)
-        assert restarted.run(1) == search_of(teacher, data, **options | other | {"file": None}).run(1)
-        options["file"].unlink()
-        search_of(teacher, data, **options).run(1)
+    restarted = search_of(teacher, data, **options | {"window": 6}, restart=True)
+    assert restarted.run(1) == search_of(teacher, data, **options | {"window": 6, "file": None}).run(1)
     content = options["file"].read_text()
     options["file"].write_text(content.replace('"kl"', '"kL"', 1))
     with pytest.raises(ValueError, match="corrupt"):
-        search_of(teacher, data, **options)
+        search_of(teacher, data, **options | {"window": 6})
 
 
 def test_windows_as_long_as_the_sequences_cost_nothing(teacher, data):

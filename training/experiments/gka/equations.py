@@ -207,7 +207,7 @@ def table(results: dict) -> str:
     """The errors of the estimators by drift, and those of the reversed backward pass."""
     kalman_rows = [row for row in results["rows"] if row["part"] == "kalman"]
     names = list(kalman_rows[0]["errors"])
-    lines = [[name, *(spread_text(row["errors"][name], 3) for row in kalman_rows)] for name in names]
+    lines = [[name, *(spread_text(row["errors"][name], 4) for row in kalman_rows)] for name in names]
     head = ["mean square error, state keeps", *(f"{row['keep']:g}" for row in kalman_rows)]
     reversals = [row for row in results["rows"] if row["part"] == "reversed"]
     ways = list(reversals[0]["log10_errors"])

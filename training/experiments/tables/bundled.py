@@ -2,46 +2,12 @@
 
 import json
 
-from hf_memmix.conversion.records import CHECKOUT, bytes_text, markdown_table
-from hf_memmix.training.demo import PROBES, recall_rows
+from hf_memmix.conversion.records import CHECKOUT, markdown_table
 from hf_memmix.training.experiments.bundled.versions import as_sentence
 from hf_memmix.training.experiments.results import read
 
 TASKS = {"niah": "needle", "mqar": "MQAR, full", "kv": "dictionary", "variables": "two hops"}
 STUDENTS = {"`tiny_gka`": "metrics", "tiny_gka, pure": "metrics_pure"}
-
-
-def demo() -> str:
-    """Both models of `make demo`, side by side."""
-    results = read("demo")
-    quality, seconds, recall = results["quality"], results["seconds"], results["recall"]["rows"]
-    pairs = list(zip(results["context_cost"]["teacher"], results["context_cost"]["student"], strict=True))
-    rows = [
-        ["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"],
-        ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
-        *recall_rows(results["recall"]),
-    ]
-    for pair in pairs:
-        if pair[0]["context"] >= 4096:
-            name = f"cache at {pair[0]['context'] // 1024}k tokens of context"
-            rows.append([name, *(bytes_text(row["cache_bytes"]) for row in pair)])
-    for pair in pairs:
-        name = f"decode after {pair[0]['context'] // 1024}k tokens, tokens/s"
-        rows.append([name, *(f"{1e3 / row['ms_per_token']:.0f}" for row in pair)])
-    answers = []  # behind a share of recall, with its largest standard error
-    for task, name in PROBES.items():
-        counts = sorted({row["answers"] for row in recall if row["task"] == task})
-        most = " to ".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1])))
-        answers.append(f"{name} {most} (up to {50 / counts[0] ** 0.5:.0f} points)")
-    layers = f"{results['student']['converted_layers']} of {results['student']['layers']} layers"
-    return (
-        markdown_table(["", "transformer", f"GKA, {layers}"], rows, figures=True)
-        + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
-        f"{seconds['total'] / 60:.1f} minutes in all, of which {seconds['align'] + seconds['distill']:.0f} s "
-        f"are training, half of the rows drills of recall. Perplexity over {quality['tokens']:,} tokens of the "
-        "held-out text; the demo's learning rates and steps were chosen on another text. Answers behind each share of "
-        f"recall, and its standard error: {', '.join(answers)}." + as_sentence(results)
-    )
 
 
 def bundled_recall() -> str:

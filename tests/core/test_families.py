@@ -10,6 +10,7 @@ from core.checks import (
     check_checkpointing_refuses_a_cache,
     check_gradient_checkpointing,
     check_padding,
+    check_written_pad,
 )
 from testing import (
     DEFAULT_MIXER,
@@ -40,6 +41,11 @@ def test_assistant(family, mixer):
     if slides(model) and sliding_cache_records_one_forward():
         pytest.skip("this transformers cannot draft with sliding windows")
     check_assistant(model, tiny_model(family, "odd", mixer, seed=1))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_written_pad(mixer):
+    check_written_pad(tiny_model("llama", "odd", mixer))
 
 
 @in_turn(family=FAMILIES, mixer=MIXERS)

@@ -63,7 +63,8 @@ def short_text(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "asset_path", lambda name: short if name == short.name else asset_path(name))
 
 
-def test_demo_end_to_end(tmp_path, short_text):
+def test_demo_end_to_end(tmp_path, short_text, monkeypatch):
+    monkeypatch.setattr(context_cost, "ROUNDS", 1)
     # the rows of drills are longer; the transformer cannot read the longest probes
     sizes = {"align_steps": 2, "distill_steps": 1, "batch_size": 1, "block_size": 64, "text_tokens": 200}
     sizes |= {"probe_lengths": (96, 128, 4096), "probe_samples": 1, "contexts": (512, 4096), "new_tokens": 6}

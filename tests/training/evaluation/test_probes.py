@@ -251,6 +251,10 @@ def test_a_cell_counts_if_the_teacher_knows_the_answer(small):
     assert short["counts"] == {"choice": True, "exact": False} | unknown
     assert long["counts"] == {"choice": True, "exact": True} | unknown
     assert shares_text(short, "teacher") == "100 / 75*"
+    assert shares_text(short, "teacher", intervals=True) == "100 (61-100) / 75* (36-94)"
+    generated = {"generated": 1.0, "generated_interval": [0.61, 1]}
+    without_candidates = short | {"teacher": short["teacher"] | {"choice": None} | generated}
+    assert shares_text(without_candidates, "teacher") == "- / 75* / 100"
     assert long["student"] is None and shares_text(long, "student") == "-"
     assert short["teacher"]["exact_interval"] == pytest.approx(wilson(0.75, 6))
 

@@ -62,14 +62,16 @@ def _counts(teacher: dict | None, measure: str) -> bool | None:
 
 def shares_text(row: dict, name: str, intervals: bool = False) -> str:
     """The measures of a model in percent, "98 / 74" or "98 (92-100) / 74 (62-83)"; a star behind what does not count;
-    "-" without figures.
+    "-" without figures. What was generated is left out if nothing was.
     """
     if row[name] is None:
         return "-"
     texts = []
     for measure in MEASURES:
-        if (share := row[name].get(measure)) is not None:
-            star = "*" if row["counts"][measure] is False else ""
-            low, high = (100 * bound for bound in row[name][f"{measure}_interval"])
-            texts.append(f"{100 * share:.0f}{star}" + (f" ({low:.0f}-{high:.0f})" if intervals else ""))
-    return " / ".join(texts)
+        if (share := row[name].get(measure)) is None:
+            texts.append("-")
+            continue
+        star = "*" if row["counts"][measure] is False else ""
+        low, high = (100 * bound for bound in row[name][f"{measure}_interval"])
+        texts.append(f"{100 * share:.0f}{star}" + (f" ({low:.0f}-{high:.0f})" if intervals else ""))
+    return " / ".join(texts).removesuffix(" / -")

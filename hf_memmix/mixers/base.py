@@ -115,6 +115,7 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
     # them, because an error of theirs is carried from token to token
     steering_layers: ClassVar[tuple[str, ...]] = ()
     input_layers: ClassVar[tuple[str, ...]] = ()  # linear layers of `project` that read the layer's input: `products`
+    output_layers: ClassVar[tuple[str, ...]] = ()  # those of `readout`: `output_product`
     kept_bytes: ClassVar[KeptBytes | None] = None  # for the backward pass; None: `memmix plan` refuses the mixer
     # whether the memory after tokens is e^g S + W, with S before them, and g and W do not depend on S: `piece_writes`
     linear: ClassVar[bool] = False
@@ -122,7 +123,7 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        # a server's module that computes the outputs of `input_layers` in one product: f(x) -> {name: output}
+        # a server's module that computes `input_layers` and `output_layers` in one product: f(x) -> {name: output}
         self.joined_layers: nn.Module | None = None
         self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))  # may change: set_mixer_options
 
@@ -155,8 +156,11 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
         """
         raise NotImplementedError
 
-    def readout(self, y: Tensor, x: Tensor) -> Tensor:
-        """The layer's output [B, T, hidden] from the scan's outputs and the layer's input."""
+    def readout(self, y: Tensor, x: Tensor, tokens: dict[str, Tensor] | None = None) -> Tensor:
+        """The layer's output [B, T, hidden] from the scan's outputs and the layer's input.
+
+        `tokens`: of `project`, where a server has them: see `output_product`.
+        """
         raise NotImplementedError
 
     def state_shapes(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple, torch.dtype]]:
@@ -268,12 +272,20 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
         layers = self._modules
         return {name: layers[name](x) for name in self.input_layers if name in layers and name not in without}
 
+    def joined_products(self, products: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `output_layers`, if a server has joined them; `project` adds them to its tokens."""
+        return {name: products[name] for name in self.output_layers if name in products}
+
+    def output_product(self, name: str, x: Tensor, tokens: dict[str, Tensor] | None) -> Tensor:
+        """The output [B, T, features] of one of `output_layers`: from the tokens, if it is there."""
+        return tokens[name] if tokens and name in tokens else self._modules[name](x)
+
     def scan_sequences(
         self,
         tokens: dict[str, Tensor],
         states: dict[str, Tensor],
         cu_seqlens: Tensor | None = None,
-        starts_anew: Tensor | None = None,
+        starts_anew: Tensor | bool | None = None,
         state_indices: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`scan` for a server, whose batch mixes new sequences with continued ones.
@@ -283,14 +295,17 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
             states: the states before the tokens, one row per sequence. With `state_indices` pools [pages, ...].
             cu_seqlens: boundaries [N + 1] of packed sequences; None for one sequence per row, N = B.
             starts_anew: bool [N]; a true one starts from `initial_states`, whatever its row of `states` holds, NaN
-                included. None: all sequences continue.
+                included. True: all do, and no state is read. None: all sequences continue.
             state_indices: int32 or int64 [N], the pages of the sequences. The new states are also written there.
 
         Returns:
             The outputs [B, T, ...] and the states [N, ...] after the tokens.
         """
-        rows = states if state_indices is None else read_pages(states, state_indices)
-        if starts_anew is not None:
+        if starts_anew is True:
+            rows = None
+        else:
+            rows = states if state_indices is None else read_pages(states, state_indices)
+        if isinstance(starts_anew, Tensor):
             some = next(iter(rows.values()))
             rows = start_anew(rows, starts_anew, self.initial_states(1, some.device, some.dtype))
         y, new = self.scan(tokens, rows, cu_seqlens=cu_seqlens)

@@ -107,10 +107,11 @@ class BesideWindow(MemoryMixer):
         y = self.memory.step(memory, of_memory, state_indices=state_indices)
         return _joined(y, self.window.step(window, of_window, state_indices=state_indices))
 
-    def readout(self, y, x):
+    def readout(self, y, x, tokens=None):
         width = self.window.head_dim if y.dim() == 4 else self.window.heads * self.window.head_dim
         y, local = y.split([y.shape[-1] - width, width], -1)
-        return self.window.readout(local, x) + self.m * self.memory.readout(y, x)
+        memory, window = (None, None) if tokens is None else _parts(tokens)
+        return self.window.readout(local, x, window) + self.m * self.memory.readout(y, x, memory)
 
     def state_shapes(self, batch, dtype=torch.float32):
         return self.memory.state_shapes(batch, dtype) | _prefixed(self.window.state_shapes(batch, dtype))

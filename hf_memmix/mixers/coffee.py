@@ -81,6 +81,8 @@ class CoffeeMixer(MemoryMixer):
     kept_bytes = KeptBytes(2, hidden=29.7)  # measured beside gka
     fp32_parameters = no_weight_decay = ("lam_logit", "w", "C", "w_filter")
     lora_targets = ("u_proj", "o_proj")
+    input_layers = ("u_proj",)
+    output_layers = ("z_proj",)
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -97,7 +99,8 @@ class CoffeeMixer(MemoryMixer):
         self.o_proj = nn.Linear(self.features, hidden, bias=options.o_bias)
 
     def project(self, x, rotary):
-        return {"u": self.u_proj(x)}
+        products = self.products(x)
+        return {"u": products["u_proj"]} | self.joined_products(products)
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
@@ -117,8 +120,8 @@ class CoffeeMixer(MemoryMixer):
         u, _ = self.u_conv1d(tokens["u"], states["conv_u"], in_place=True, state_indices=state_indices)
         return coffee_step(u, **self._recurrence(), state=states["x"], state_indices=state_indices)
 
-    def readout(self, y, x):
-        gate = self.z_proj(x) if self.plain["use_gate"] else None
+    def readout(self, y, x, tokens=None):
+        gate = self.output_product("z_proj", x, tokens) if self.plain["use_gate"] else None
         if self.plain["use_o_norm"]:
             y = self.o_norm(y, gate)
         elif gate is not None:

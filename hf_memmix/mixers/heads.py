@@ -66,6 +66,7 @@ class HeadsMixer(MemoryMixer):
 
     max_head_dim: ClassVar[int]  # largest head size of the kernels
     input_layers: ClassVar[tuple[str, ...]] = ("qk_proj", "q_proj", "k_proj", "v_proj")  # and those of the subclass
+    output_layers: ClassVar[tuple[str, ...]] = ("g_proj",)
     head_parameters: ClassVar[tuple[str, ...]]  # names of the subclass's layers and parameters with one row per head
     kv_head_parameters: ClassVar[tuple[str, ...]] = ()  # names of those with one row per key/value head
     gate_activation: ClassVar[str] = "silu"  # a key of rowwise.ACTIVATIONS
@@ -129,7 +130,7 @@ class HeadsMixer(MemoryMixer):
             q, k = self.q_norm(q), self.k_norm(k)
         elif options["qk_norm"] == "head":
             q, k = (norm(self._key_heads(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
-        tokens = {"q": q, "k": k, "v": products["v_proj"]}
+        tokens = {"q": q, "k": k, "v": products["v_proj"]} | self.joined_products(products)
         if self.use_rope:
             tokens["cos"], tokens["sin"] = self.angles(rotary)
         return tokens
@@ -225,8 +226,8 @@ class HeadsMixer(MemoryMixer):
         q, k, v = (*outputs, tokens["v"])[:3]
         return self._key_heads(q), self._key_heads(k), _by_heads(v, self.head_dim)
 
-    def readout(self, y, x):
-        gate = self.g_proj(x).view(y.shape) if self.plain["use_gate"] else None
+    def readout(self, y, x, tokens=None):
+        gate = self.output_product("g_proj", x, tokens).view(y.shape) if self.plain["use_gate"] else None
         if self.plain["use_o_norm"]:
             y = self.o_norm(y, gate, self.gate_activation)
         elif gate is not None:

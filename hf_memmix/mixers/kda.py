@@ -40,6 +40,7 @@ class KDAMixer(DeltaRuleMixer):
     kept_bytes = KeptBytes(6, queries=32, keys=10, heads=8)  # counted from what its op keeps
     steering_layers = ("f_a_proj", "f_b_proj", "b_proj")
     input_layers = (*HeadsMixer.input_layers, "f_a_proj", "b_proj")
+    output_layers = ("g_a_proj",)
     head_parameters = ("f_b_proj", "A_log", "dt_bias", "b_proj", "g_b_proj")
 
     def add_decay(self):
@@ -56,9 +57,9 @@ class KDAMixer(DeltaRuleMixer):
         self.g_a_proj = nn.Linear(self.hidden, self.head_dim, bias=False)
         self.g_b_proj = nn.Linear(self.head_dim, self.heads * self.head_dim, bias=self.options.gate_bias)
 
-    def readout(self, y, x):
+    def readout(self, y, x, tokens=None):
         if self.plain["use_o_norm"]:
             y = self.o_norm(y)
         if self.plain["use_gate"]:
-            y = y * self.g_b_proj(self.g_a_proj(x)).view(y.shape).sigmoid()
+            y = y * self.g_b_proj(self.output_product("g_a_proj", x, tokens)).view(y.shape).sigmoid()
         return self.o_proj(y.flatten(2))

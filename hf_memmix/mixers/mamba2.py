@@ -174,7 +174,7 @@ class Mamba2Mixer(MemoryMixer):
         )
         return self.norm(y.flatten(2), tokens["z"])
 
-    def readout(self, y, x):
+    def readout(self, y, x, tokens=None):
         return self.out_proj(y)
 
     def state_shapes(self, batch, dtype=torch.float32):

@@ -154,7 +154,7 @@ class SKAMixer(MemoryMixer):
             state_indices=state_indices,
         )
 
-    def readout(self, y, x):
+    def readout(self, y, x, tokens=None):
         return self.o_proj(y.flatten(2))
 
     def state_shapes(self, batch, dtype=torch.float32):

@@ -89,6 +89,7 @@ class WindowMixer(MemoryMixer):
     options_class = WindowOptions
     no_weight_decay = ("sink_logits",)
     input_layers = ("q_proj", "k_proj", "v_proj")
+    output_layers = ("g_proj",)
 
     def __init__(self, config, layer_idx: int, options: dict | None = None):
         super().__init__(config, layer_idx)
@@ -128,7 +129,8 @@ class WindowMixer(MemoryMixer):
         products = self.products(x)
         angles = [one_angle_per_pair(t, self.plain["rope_layout"]) for t in rotary] if self.use_rope else None
         q, k = (self._placed(products[f"{role}_proj"], role, angles) for role in "qk")
-        return {"q": q, "k": k, "v": products["v_proj"].unflatten(-1, (-1, self.head_dim))}
+        tokens = {"q": q, "k": k, "v": products["v_proj"].unflatten(-1, (-1, self.head_dim))}
+        return tokens | self.joined_products(products)
 
     def _placed(self, x, role: str, angles):
         """[B, T, C] of the projection of q or k -> [B, T, heads, D] with its norm and rotation."""
@@ -156,9 +158,11 @@ class WindowMixer(MemoryMixer):
         state = tuple(states[name] for name in STATES)
         return window_step(*self._heads(tokens), state, state_indices=state_indices, **self._attention())
 
-    def readout(self, y, x):
+    def readout(self, y, x, tokens=None):
         y = y.flatten(2)
-        return self.o_proj(y * (2 * self.g_proj(x).sigmoid()) if self.plain["output_gate"] else y)
+        if self.plain["output_gate"]:
+            y = y * (2 * self.output_product("g_proj", x, tokens).sigmoid())
+        return self.o_proj(y)
 
     def kept_for_backward(self):
         # the gate reads the input; kept are its sigmoid, twice that, and the product with y

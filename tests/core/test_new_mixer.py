@@ -109,7 +109,7 @@ class LeakyMixer(MemoryMixer):
         start = self.start.to(device, dtype).expand(batch, -1)
         return {"h": start, "count": torch.zeros(batch, dtype=torch.long, device=device)}
 
-    def readout(self, y, x):
+    def readout(self, y, x, tokens=None):
         return self.out_proj(y)
 
     def state_shapes(self, batch, dtype=torch.float32):

@@ -223,6 +223,13 @@ def test_starts_anew_needs_no_packing(mixer):
     y, _ = layer.scan_sequences(tokens, {n: s.clone() for n, s in dirty.items()}, starts_anew=anew)
     assert_same(y[1:], layer.scan(part(tokens, slice(None)), None)[0][1:])
     assert_same(y[:1], layer.scan(tokens, dirty)[0][:1])
+    memory, pools = dirty_pool(layer, torch.float64)
+    indices = torch.tensor(INDICES)
+    y, after = layer.scan_sequences(tokens, pools, starts_anew=True, state_indices=indices)
+    want, states = layer.scan(tokens, None)
+    assert_same(y, want)
+    assert_same_states(after, states)
+    assert_same_states(pages.read_pages(pools, indices), states, "in the pages,")
 
 
 @torch.no_grad()

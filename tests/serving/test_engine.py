@@ -136,13 +136,13 @@ def test_prompts_of_one_token(case, engines, monkeypatch):
 
     from hf_memmix.serving.vllm.metadata import MemoryMetadataBuilder
 
-    started, start_anew = [], MemoryMetadataBuilder._start_anew
+    started, with_pages = [], MemoryMetadataBuilder._with_pages
 
     def spy(self, metadata):
         started.extend([] if metadata.first_tokens is None else [metadata])
-        return start_anew(self, metadata)
+        return with_pages(self, metadata)
 
-    monkeypatch.setattr(MemoryMetadataBuilder, "_start_anew", spy)
+    monkeypatch.setattr(MemoryMetadataBuilder, "_with_pages", spy)
     engine = engines.get(case, **NARROW)
     for _ in range(2):  # every block but block 0 has had an owner
         ask(engine, references_of(engines.folders, case, "edge"), max_tokens=2)

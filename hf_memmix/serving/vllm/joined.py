@@ -92,14 +92,15 @@ class JoinedPart(nn.Module):
 
 
 def join_layers(mixer: MemoryMixer, cuts: dict[str, Cut], rank: int, ranks: int, dtype: torch.dtype, device):
-    """Have `MemoryMixer.products` computed in one product, if there are several layers of one dtype.
+    """Have all linear layers that read the mixer's input computed in one product, if there are several of one dtype.
 
     Args:
         mixer: without memory for its parameters.
         cuts: see `JoinedLayers`.
         dtype: of the parameters that are not in `mixer.fp32_parameters`.
     """
-    layers = {name: getattr(mixer, name) for name in mixer.input_layers if hasattr(mixer, name)}
+    names = (*mixer.input_layers, *mixer.output_layers)
+    layers = {name: getattr(mixer, name) for name in names if hasattr(mixer, name)}
     exact = {f"{name}.weight" in mixer.fp32_parameters for name in layers}
     if len(layers) < 2 or len(exact) > 1:
         return

@@ -90,12 +90,13 @@ class MemoryLayer(MambaBase):
     def run(self, x: Tensor, tokens: dict[str, Tensor], output: Tensor, batch: MemoryMetadata | None):
         """Fill `output`. Without a batch, vLLM measures memory: see `_largest_prefill`."""
         if batch is None:
-            output.copy_(self.mixer.readout(self._largest_prefill(tokens), x))
+            output.copy_(self.mixer.readout(self._largest_prefill(tokens), x, tokens))
             return
         decodes, prefills = batch.num_decode_tokens, batch.num_prefill_tokens
         count = decodes + prefills
-        output[:, count:] = 0  # rows that only pad the batch
-        x = x[:, :count]
+        if count < x.shape[1]:  # there are rows that only pad the batch
+            output[:, count:] = 0
+            x, tokens = x[:, :count], {name: t[:, :count] for name, t in tokens.items()}
         parts = []
         if decodes and batch.query_start_loc_d is not None:
             parts.append(self._verify({name: t[0, :decodes] for name, t in tokens.items()}, batch))
@@ -106,15 +107,15 @@ class MemoryLayer(MambaBase):
             parts.append(y.transpose(0, 1))
         if prefills:
             y, _ = self.mixer.scan_sequences(
-                {name: t[:, decodes:count] for name, t in tokens.items()},
+                {name: t[:, decodes:] for name, t in tokens.items()} if decodes else tokens,
                 self.pools,
                 cu_seqlens=batch.query_start_loc_p,
-                starts_anew=~batch.has_initial_states_p,
-                state_indices=batch.state_indices_tensor_p.contiguous(),
+                starts_anew=batch.starts_anew,
+                state_indices=batch.state_indices_tensor_p,
             )
             parts.append(y)
         y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        output[:, :count] = self.mixer.readout(y, x)
+        output[:, :count] = self.mixer.readout(y, x, tokens)
 
     def _verify(self, tokens: dict[str, Tensor], batch: MemoryMetadata) -> Tensor:
         """Decode [T, ...] tokens of rows with draft tokens: each token leaves its state in a page of its own.

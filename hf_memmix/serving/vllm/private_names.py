@@ -81,12 +81,18 @@ NAMES = (
     Name(_MAMBA, ("kv_cache",), "vLLM gives a layer its pages by this attribute"),
     Name(_BUILDER, ("build",), "overridden: one batch", ("common_prefix_len", "common_attn_metadata")),
     Name(_BUILDER, ("update_block_table",), "overridden: the same batch in the pages of other layers", ("metadata",)),
+    Name(_BUILDER, ("_update_metadata_for_cudagraph_capture",), "called: pages where graphs of decode read them"),
+    Name(_BUILDER, ("use_spec_decode",), "read: a batch without draft tokens needs less"),
+    Name(_BUILDER, ("kv_cache_spec",), "read to find the pages of rows that decode"),
     *(
         Name(_METADATA, (field,), "read in every layer: the rows of a batch and their pages")
         for field in (
             "num_decode_tokens",
             "num_prefill_tokens",
             "num_prefills",
+            "num_decodes",
+            "num_reqs",
+            "seq_lens",
             "state_indices_tensor_d",
             "state_indices_tensor_p",
             "has_initial_states_p",
@@ -108,8 +114,18 @@ NAMES = (
     Name(_BACKEND, ("get_builder_cls",), "overridden: names the builder of metadata"),
     Name(_BACKEND, ("is_ssm",), "overridden: states, no keys"),
     *(
-        Name(_BATCH, (field,), "read for prompts of one token, which may be taken for decode")
-        for field in ("max_query_len", "is_prefilling", "query_start_loc_cpu", "seq_lens_cpu_upper_bound", "replace")
+        Name(_BATCH, (field,), "read to tell rows that decode from those that prefill, and where their pages are")
+        for field in (
+            "max_query_len",
+            "is_prefilling",
+            "query_start_loc_cpu",
+            "seq_lens_cpu_upper_bound",
+            "replace",
+            "num_reqs",
+            "num_actual_tokens",
+            "block_table_tensor",
+            "seq_lens",
+        )
     ),
     Name("v1.attention.backends.registry:MambaAttentionBackendEnum", ("LINEAR",), "the label of a layer"),
     Name("forward_context:ForwardContext", ("attn_metadata",), "read in every layer: its metadata by its name"),

@@ -100,8 +100,8 @@ class LinearMixer(MemoryMixer):
         y, new["S"] = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens)
         return y, new
 
-    def readout(self, y, x):
-        return self.o_proj(self.o_norm(y).flatten(2) * F.gelu(self.g_proj(x)))
+    def readout(self, y, x, tokens=None):
+        return self.o_proj(self.o_norm(y).flatten(2) * F.gelu(self.output_product("g_proj", x, tokens)))
 
     def state_shapes(self, batch, dtype=torch.float32):
         conv = ((batch, self.heads * self.head_dim, self.options.conv_size - 1), dtype)

@@ -1,0 +1,36 @@
+"""One product for all layers that read a mixer's input, those of its readout too: no engine is needed."""
+
+import copy
+
+import pytest
+import torch
+
+from core.mixer_variants import made
+from hf_memmix.mixers import MemoryMixer
+from hf_memmix.serving.vllm.joined import JoinedLayers, join_layers
+from testing import BESIDE, MIXERS, assert_same
+
+GATED = {"coffee": {"use_gate": True}, "window": {"output_gate": True}}
+ONE_LAYER = ("mamba2",)  # reads its input by one layer, so nothing is joined
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_joined_layers_compute_the_same(name):
+    """A `JoinedPart` has no forward, so every output comes from the joined product."""
+    layer, x, rotary = made(name, GATED.get(name, {}))
+    joined, layers = copy.deepcopy(layer), 0
+    for path, part in list(joined.named_modules()):
+        if isinstance(part, MemoryMixer):
+            join_layers(part, {}, 0, 1, torch.float64, "cpu")
+            whole = layer.get_submodule(path)
+            for inner in part.joined_layers.sizes if part.joined_layers else ():
+                part.get_submodule(inner).load_weights(whole.get_submodule(inner).state_dict().items())
+                layers += 1
+    assert sum(isinstance(m, JoinedLayers) for m in joined.modules()) == (0 if name in ONE_LAYER else 1 + (name == BESIDE))
+    assert layers == 0 if name in ONE_LAYER else layers >= 2
+    want, _ = layer.scan(layer.project_rows(x, rotary), None)
+    tokens = joined.project_rows(x, rotary)
+    got, _ = joined.scan(tokens, None)
+    assert_same(got, want)
+    assert_same(joined.readout(got, x, tokens), layer.readout(want, x))

@@ -129,9 +129,19 @@ def test_command_keeps_states(vllm_is_here, monkeypatch, tmp_path):
     assert (caching, name) == ("--enable-prefix-caching", "--kv-transfer-config")
     extra = json.loads(given)["kv_connector_extra_config"]
     assert extra == {"folder": str(tmp_path / "states"), "bytes": 2**29, "model": str(TINY)}
+    assert "warning: --states-space" not in result.stderr
+    result = memmix("serve", "--states", tmp_path / "states", "--states-space", "0.001", "--check", TINY)
+    assert result.exit_code == 0 and "warning: --states-space 0.001" in result.stderr
     assert "stand before the model" in memmix("serve", TINY, "--states", tmp_path).stderr
+    assert "--revision may be a branch" in memmix("serve", "--states", tmp_path, TINY, "--revision=dev").stderr
     for argument in ("--no-enable-prefix-caching", "--kv_transfer_config={}"):
         assert "--states needs prefix caching" in memmix("serve", "--states", tmp_path, TINY, argument).stderr
+    for name in ("--served-model-name=mine",), ():
+        monkeypatch.setattr(serve, "given_model", lambda model: TINY)
+        assert memmix("serve", "--states", tmp_path / "states", "owner/name", *name).exit_code == 0
+        served, *rest = started[-1][4:]
+        assert served == str(TINY)  # the folder of the weights that the states belong to
+        assert rest[: len(name)] == list(name) and ("owner/name" in rest) == (not name)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--states .*file: .*give a folder that can be written"):
         options.options_of_states(TINY, tmp_path / "file", 1)
@@ -248,7 +258,7 @@ def test_states_on_disk(tmp_path):
     names = list(prefix_names(tokens, 4))
     assert len(names) == 2 and names == list(prefix_names(tokens[:8], 4)) and names[0] != names[1]
     assert names[1] != list(prefix_names([9, *tokens[1:]], 4))[1] and names != list(prefix_names(tokens, 4, "salt"))
-    store, states = StateStore(tmp_path / "a", 2500), {"layer": torch.arange(250.0)}
+    store, states = StateStore(tmp_path, "a", 2500), {"layer": torch.arange(250.0)}
     assert store.write(STATES, "x", 0, states) > 1000 and store.write(STATES, "x", 0, states) == 0
     modes = [path.stat().st_mode & 0o666 for path in (store.folder, *store.folder.iterdir())]
     assert modes[0] == modes[1]
@@ -257,7 +267,8 @@ def test_states_on_disk(tmp_path):
         store.write(STATES, name, 0, states)
         os.utime(store.folder / f"{name}.states.0.safetensors", (i, i))
     assert torch.equal(store.read(STATES, "y", 0)["layer"], states["layer"])  # used now
-    store.make_room()
+    room = store.make_room()
+    assert (room.files, room.models, room.deleted) == (2, 1, 1) and 2000 < room.bytes <= 2500
     assert [store.has(STATES, name, 1) for name in "xyz"] == [True, True, False]
     for name, damaged in (("x", lambda data: data[:-1]), ("y", lambda data: data[:-4] + bytes(4))):
         path = store.folder / f"{name}.states.0.safetensors"
@@ -273,7 +284,7 @@ from hf_memmix.serving.state_store import StateStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
-    StateStore(Path(sys.argv[1]), 10**9).write("states", "x", 0, {"layer": torch.zeros(10_000)})
+    StateStore(Path(sys.argv[1]), "a", 10**9).write("states", "x", 0, {"layer": torch.zeros(10_000)})
 except OSError as error:
     print(error)
 """
@@ -283,12 +294,28 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     """And neither it nor a server that was killed leaves a part."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True)
     assert "File too large" in done.stdout, done.stderr
-    old, new = tmp_path / "old.part", tmp_path / "new.part"
+    old, new = tmp_path / "a" / "old.part", tmp_path / "a" / "new.part"
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
-    StateStore(tmp_path, 10**9).make_room()
-    assert list(tmp_path.iterdir()) == [new]
+    StateStore(tmp_path, "a", 10**9).make_room()
+    assert list((tmp_path / "a").iterdir()) == [new]
+
+
+def test_models_share_the_space(tmp_path):
+    """The states of a model that is not served any more make room for those of others, and its folder goes."""
+    states = {"layer": torch.arange(250.0)}
+    old, new = StateStore(tmp_path, "old", 2500), StateStore(tmp_path, "new", 2500)
+    for i, name in enumerate("xy"):
+        old.write(STATES, name, 0, states)
+        os.utime(old.folder / f"{name}.states.0.safetensors", (i, i))
+    new.write(STATES, "x", 0, states)
+    room = new.make_room()
+    assert (room.files, room.models, room.deleted) == (2, 2, 1)
+    assert [old.has(STATES, name, 1) for name in "xy"] == [False, True] and new.has(STATES, "x", 1)
+    room = StateStore(tmp_path, "new", 1500).make_room()
+    assert (room.files, room.models, room.deleted) == (1, 1, 1) and not old.folder.exists()
+    assert old.write(STATES, "y", 0, states) and old.has(STATES, "y", 1)
 
 
 def test_states_belong_to_weights_and_options(tmp_path):

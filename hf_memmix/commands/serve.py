@@ -21,6 +21,7 @@ COMPILES = (
 )
 OWN = ("--states", "--states-space")  # options after the model are those of vLLM
 SET_BY_STATES = ("--no-enable-prefix-caching", "--kv-transfer-config")
+SERVED_NAME = "--served-model-name"
 # the module behind the command `vllm`, which may be missing from PATH
 VLLM = "vllm.entrypoints.cli.main"
 
@@ -34,7 +35,7 @@ def serve(
         typer.Option(metavar="DIR", help="Keep the states of prompts here, for later starts and other servers."),
     ] = None,
     states_space: Annotated[
-        float, typer.Option(metavar="GIB", min=0.001, help="The most that --states takes for a model.")
+        float, typer.Option(metavar="GIB", min=0.001, help="The most that --states takes, for all models.")
     ] = 16.0,
     as_json: Annotated[bool, typer.Option("--json", help="As --check, and print one JSON object to stdout.")] = False,
 ) -> None:
@@ -44,16 +45,20 @@ def serve(
     template chats at /v1/chat/completions.
     """
     keep = states and (states, int(states_space * 2**30))
-    added = prepare(model, context.args, keep, show=not as_json, as_json=as_json)
+    served, added = prepare(model, context.args, keep, show=not as_json, as_json=as_json)
     if not (check or as_json):
-        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(model), *context.args, *added])
+        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(served), *context.args, *added])
 
 
 @one_line_errors
-def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, show: bool, as_json: bool) -> list[str]:
-    """Print what a model costs; returns the options that give vLLM its chat template and the folder of states.
+def prepare(
+    model: Path, arguments: list[str], keep: tuple[Path, int] | None, show: bool, as_json: bool
+) -> tuple[Path, list[str]]:
+    """Print what a model costs; returns the model for vLLM, and the options that give it its chat template and the
+    folder of states.
 
-    keep: the folder, and the bytes that states may take there.
+    keep: the folder, and the bytes that states may take there. vLLM then gets a folder in the place of a Hub id:
+    states belong to the weights in it, and the Hub may have other ones a moment later.
 
     Raises ValueError if vLLM cannot serve the model.
     """
@@ -64,6 +69,11 @@ def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, sh
         raise UserError(f"{', '.join(OWN)} stand before the model: memmix serve --states DIR {model} ...")
     if keep and (clash := names.intersection(SET_BY_STATES)):
         raise UserError(f"--states needs prefix caching and a connector of its own; leave {', '.join(clash)} out")
+    if keep and "--revision" in names:
+        raise UserError(
+            f"--states belong to the files of one folder, and --revision may be a branch that moves; download it (hf"
+            f" download {model} --revision NAME) and serve the folder that this prints"
+        )
     folder = given_model(model)
     with library():
         from hf_memmix.serving.capacity import capacity, check_installation, check_model
@@ -74,6 +84,9 @@ def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, sh
     template = chat_template_of(folder)
     states = options_of_states(folder, *keep) if keep else []
     record = capacity(folder, config, [*arguments, *states], LENGTHS) | {"chat_template": template and str(template)}
+    if keep and (least := min(record["bytes"].values())) > keep[1]:
+        text = f"--states-space {keep[1] / 2**30:.3g} holds no prompt: one takes {least / 2**30:.3g} GiB"
+        err.print(f"warning: {text}; no states will be found again", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print_json(record)
     if show:
@@ -86,7 +99,10 @@ def prepare(model: Path, arguments: list[str], keep: tuple[Path, int] | None, sh
     # a template in tokenizer_config.json is read by vLLM with the tokenizer, as are several templates
     several = (folder / "additional_chat_templates").is_dir()
     whole_file = template is not None and template.suffix == ".jinja"
-    return states + (["--chat-template", str(template)] if whole_file and not (given or several) else [])
+    added = states + (["--chat-template", str(template)] if whole_file and not (given or several) else [])
+    if not keep or folder == model:
+        return model, added
+    return folder, added if SERVED_NAME in names else [SERVED_NAME, str(model), *added]
 
 
 def _print(record: dict) -> None:

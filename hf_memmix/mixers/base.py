@@ -301,10 +301,9 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
         Returns:
             The outputs [B, T, ...] and the states [N, ...] after the tokens.
         """
-        if starts_anew is True:
-            rows = None
-        else:
-            rows = states if state_indices is None else read_pages(states, state_indices)
+        rows = None if starts_anew is True else states
+        if rows is not None and state_indices is not None:
+            rows = read_pages(states, state_indices)
         if isinstance(starts_anew, Tensor):
             some = next(iter(rows.values()))
             rows = start_anew(rows, starts_anew, self.initial_states(1, some.device, some.dtype))

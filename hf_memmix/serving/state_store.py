@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,17 +31,40 @@ LONGEST_WRITE = 3600  # seconds; an older part belongs to no server
 _SAMPLE = 4096  # bytes: at the beginning, the middle and the end of each tensor of the weights
 
 
-class StateStore:
-    """The files of one model in a folder.
+class Room(NamedTuple):
+    """What a folder holds.
 
     Args:
-        folder: made if it is missing.
-        most_bytes: of all files together; those that were not read for longest are deleted.
+        bytes, files, models: that are there, of all models.
+        deleted: files that had to go.
+        most_bytes: the limit.
     """
 
-    def __init__(self, folder: Path, most_bytes: int):
-        self.folder, self.most_bytes = folder, most_bytes
-        folder.mkdir(parents=True, exist_ok=True)
+    bytes: int
+    files: int
+    models: int
+    deleted: int
+    most_bytes: int
+
+    def __str__(self) -> str:
+        gone = f", {self.deleted:,} files that were not used for longest are deleted" if self.deleted else ""
+        used, most = self.bytes / 2**30, self.most_bytes / 2**30
+        return f"{used:.2f} of {most:.2f} GiB in {self.files:,} files of {self.models:,} models{gone}"
+
+
+class StateStore:
+    """The files of one model, in a folder that other models share.
+
+    Args:
+        root: the folder; made if it is missing.
+        model: the name of the model's folder in it, see `identity`.
+        most_bytes: of the files of all models together; those that were not used for longest are deleted. So a model
+            whose weights, options or versions have changed makes room for the others.
+    """
+
+    def __init__(self, root: Path, model: str, most_bytes: int):
+        self.root, self.folder, self.most_bytes = root, root / model, most_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def has(self, kind: str, name: str, ranks: int) -> bool:
         """Whether all ranks have written this file."""
@@ -78,6 +102,7 @@ class StateStore:
         path = self._path(kind, name, rank)
         if path.exists():
             return 0
+        self.folder.mkdir(parents=True, exist_ok=True)  # another server may have found it empty
         handle, part = tempfile.mkstemp(dir=self.folder, suffix=PART)
         os.close(handle)
         try:
@@ -91,25 +116,35 @@ class StateStore:
             Path(part).unlink(missing_ok=True)
         return size
 
-    def make_room(self):
-        """Delete the files that were not used for longest, until the others fit; and what killed servers left."""
-        for path in self.folder.glob(f"*{PART}"):
+    def make_room(self) -> Room:
+        """Delete the files that were not used for longest, until the others fit; what killed servers left; and the
+        folders of models that have no files.
+        """
+        for path in self.root.glob(f"*/*{PART}"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - LONGEST_WRITE:
                     path.unlink()
         found = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
+        for path in self.root.glob(f"*/*{SUFFIX}"):
             try:
                 status = path.stat()
             except FileNotFoundError:  # another server has deleted it
                 continue
             found.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+        total, deleted = sum(size for _, size, _ in found), 0
+        found.sort()
+        for _, size, path in found:
             if total <= self.most_bytes:
-                return
+                break
             path.unlink(missing_ok=True)
             total -= size
+            deleted += 1
+        kept = {path.parent for _, _, path in found[deleted:]}
+        for folder in self.root.glob("*/"):
+            if folder not in (*kept, self.folder):
+                with suppress(OSError):  # there are other files in it
+                    folder.rmdir()
+        return Room(total, len(found) - deleted, len(kept), deleted, self.most_bytes)
 
     def _path(self, kind: str, name: str, rank: int) -> Path:
         return self.folder / f"{name}.{kind}.{rank}{SUFFIX}"

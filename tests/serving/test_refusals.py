@@ -72,7 +72,7 @@ def test_refused_family(engines, tmp_path):
 
 
 GIVEN = {
-    "--speculative-config (with another method than ngram, or with vLLM before 0.29)": {
+    "--speculative-config (with another method than ngram and draft_model, or with vLLM before 0.29)": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     },
     "--speculative-config (with prefix caching on a CPU)": {

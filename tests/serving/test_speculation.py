@@ -1,10 +1,28 @@
-"""Speculative decoding: draft tokens from the text, mostly rejected; the answers are those of `generate()`."""
+"""Speculative decoding: draft tokens from the text or another model, mostly rejected; the answers are those of
+`generate()`.
+"""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 from greedy import ask, assert_greedy, references_of, tokens_of
 from serving_cases import CACHING, ROOMY
 
+import child
+
+# writes a transformer, in a process without vLLM
+DRAFT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from testing import backbone_config
+torch.manual_seed(0)
+sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+config = backbone_config("llama", max_position_embeddings=1024, **sizes)
+AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+"""
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -18,7 +36,25 @@ def test_ngrams(caching, engines):
     for prompts in ("prefix", "prefix") if caching else ("plain", "one"):
         references = references_of(engines.folders, "several", prompts)
         assert_greedy(tokens_of(ask(engine, references)), references)
+    assert_drafted(engine)
+    engines.close()
+
+
+@pytest.mark.cases("gka")
+def test_draft_model(engines, tmp_path):
+    """A transformer drafts."""
+    subprocess.run([sys.executable, "-c", DRAFT, tmp_path], env=child.child_env(), check=True)
+    given = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    engine = engines.get("gka", **ROOMY, speculative_config=given)
+    for prompts in ("plain", "one"):
+        references = references_of(engines.folders, "gka", prompts)
+        assert_greedy(tokens_of(ask(engine, references)), references)
+    assert_drafted(engine)
+    engines.close()
+
+
+def assert_drafted(engine):
+    """Some draft tokens were accepted, and some were not."""
     found = [m for m in engine.get_metrics() if "spec_decode_num" in m.name and hasattr(m, "value")]
     counts = {m.name.rpartition("_num_")[2]: m.value for m in found}
     assert counts["draft_tokens"] > counts["accepted_tokens"] > 0
-    engines.close()

@@ -7,6 +7,7 @@ from greedy import ask, assert_greedy, references_of, refused, tokens_of
 from serving_cases import BLOCK, CACHING, PREFIX
 
 from hf_memmix.serving.state_store import KEYS, STATES, SUFFIX, StateStore
+from hf_memmix.serving.vllm.state_metrics import COUNTERS, GAUGES
 
 SHARED = PREFIX // BLOCK * BLOCK
 
@@ -41,8 +42,12 @@ def test_another_engine_goes_on(case, engines, tmp_path, monkeypatch):
     outputs = ask(engine, references)
     assert_greedy(tokens_of(outputs), references)
     assert min(output.num_cached_tokens for output in outputs) == SHARED
-    hits = [m.value for m in engine.get_metrics() if m.name == "vllm:external_prefix_cache_hits"]
-    assert sum(hits) >= SHARED
+    found = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
+    assert found["vllm:external_prefix_cache_hits"] >= SHARED
+    counts = {name: found[f"vllm:memmix_states_{name}"] for name in (*COUNTERS, *GAUGES)}
+    sizes = [path.stat().st_size for path in tmp_path.rglob(f"*{SUFFIX}")]
+    assert counts["loads"] >= 1 and not counts["failed_loads"] and sum(sizes) == counts["disk_bytes"]
+    assert 0 < counts["read_bytes"] < sum(sizes) and sum(sizes) / 2 < counts["written_bytes"] <= sum(sizes)
     with pytest.raises(ValueError, match="with --states weights cannot be loaded again"):
         engine.collective_rpc("reload_weights", kwargs={"weights_path": str(engines.folders / case)})
     engine = keeping(engines, case, tmp_path)  # its weights are not half loaded

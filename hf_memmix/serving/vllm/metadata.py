@@ -104,8 +104,8 @@ class MemoryMetadataBuilder(ShortConvAttentionMetadataBuilder):
         return self._update_metadata_for_cudagraph_capture(metadata)
 
     def _with_pages(self, metadata: MemoryMetadata) -> MemoryMetadata:
-        """The pages of rows that prefill as indices for all layers. The pages of `first_tokens` get the initial states,
-        in all layers that read this metadata.
+        """The pages of rows that prefill as indices for all layers. The pages of `first_tokens` get the initial
+        states, in all layers that read this metadata.
         """
         if metadata.num_prefills:
             metadata.state_indices_tensor_p = metadata.state_indices_tensor_p.long()

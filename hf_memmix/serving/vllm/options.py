@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ...configuration_memmix import MemMixConfig
 from ...errors import UserError
 from ...mixers import ATTENTION
 from .versions import SPECULATION_SINCE, STATES_SINCE, installed_version, numbers_of
 
 STATES = "MemMixStates"  # the connector of states.py
+DRAFTING = ("ngram", "draft_model")  # methods of --speculative-config
 CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
@@ -27,13 +29,27 @@ class Refusal(NamedTuple):
 
 REFUSALS = (
     Refusal(
-        "--speculative-config (with another method than ngram, or with vLLM before 0.29)",
+        "--speculative-config (with another method than ngram and draft_model, or with vLLM before 0.29)",
         lambda c: (
             c.speculative_config is not None
-            and (c.speculative_config.method != "ngram" or numbers_of(installed_version() or "") < SPECULATION_SINCE)
+            and (
+                c.speculative_config.method not in DRAFTING
+                or numbers_of(installed_version() or "") < SPECULATION_SINCE
+            )
         ),
-        "draft tokens come from the text; models that draft are not tested with memory mixers, and vLLM before 0.29"
-        " does not tell the layers how many draft tokens were accepted. Use the method ngram, or leave the option out",
+        "other methods read the hidden states of the model by layers that were trained for it, and vLLM before 0.29"
+        " does not tell the layers how many draft tokens were accepted. Use one of these methods, or leave the option"
+        " out",
+    ),
+    Refusal(
+        "--speculative-config (with a draft model that has memory mixers)",
+        lambda c: (
+            c.speculative_config is not None
+            and c.speculative_config.method == "draft_model"
+            and isinstance(c.speculative_config.draft_model_config.hf_config, MemMixConfig)
+        ),
+        "vLLM takes rejected tokens out of a draft model by overwriting their keys, and does not tell its layers how"
+        " many were accepted, so states would keep them. Draft with a transformer of the same tokenizer",
     ),
     Refusal(
         "--speculative-config (with prefix caching on a CPU)",

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from ... import __version__
 from ..state_store import KEYS, STATES, StateStore, identity, prefix_names
 from .layer import MemoryLayer
+from .state_metrics import DISK, StateMetrics, StateStats
 from .versions import installed_version
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the lines of its own loggers only
@@ -70,7 +71,7 @@ class Known:
 class MemMixStates(KVConnectorBase_V1, SupportsHMA):
     """Reads and writes the states of a model on disk.
 
-    Its `kv_connector_extra_config` has "folder", the "bytes" that all files of a model may take there, and "model",
+    Its `kv_connector_extra_config` has "folder", the "bytes" that the files of all models may take there, and "model",
     the folder of the weights.
 
     Raises:
@@ -84,8 +85,11 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         self.has_keys = any(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in self.groups)
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
-        folder = Path(given["folder"]) / _identity(vllm_config, Path(given["model"]), self.groups, self.block)
-        self.store = StateStore(folder, given["bytes"])
+        name = _identity(vllm_config, Path(given["model"]), self.groups, self.block)
+        self.store = StateStore(Path(given["folder"]), name, given["bytes"])
+        self.stats = StateStats()
+        if role == KVConnectorRole.SCHEDULER:
+            logger.info("states on disk in %s: %s", given["folder"], self.store.make_room())
         self.requests: dict[str, Known] = {}
         self.waiting: dict[str, Prefix] = {}
         self.loaded: set[str] = set()
@@ -188,6 +192,9 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         for prefix in self._get_connector_metadata().loads:
             if not self._load(prefix):
                 self.failed.add(prefix.request)
+                self.stats.add("failed_loads", 1)
+            else:
+                self.stats.add("loads", 1)
             self.loaded.add(prefix.request)
 
     def wait_for_layer_load(self, layer_name: str):
@@ -211,9 +218,26 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
                         contents = self._contents(kind, prefix, i)
                         written += self.store.write(kind, prefix.names[i], self.rank, contents)
             if written:
-                self.store.make_room()
+                room = self.store.make_room()
+                self.stats.add("written_bytes", written)
+                self.stats.data[DISK] = room.bytes
+                if room.deleted:
+                    logger.info("states on disk: %s", room)
         except OSError as error:
             logger.warning("states are not saved: %s", error)
+
+    def get_kv_connector_stats(self) -> StateStats | None:
+        """What was read and written since the last call."""
+        found, self.stats = self.stats, StateStats()
+        return None if found.is_empty() else found
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict | None = None) -> StateStats:
+        return StateStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args) -> StateMetrics:
+        return StateMetrics(*args)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The requests whose loads have ended, and those of them that vLLM has to compute after all."""
@@ -234,6 +258,7 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
                 if found[name].shape != block.shape:
                     return False
                 block.copy_(found[name])
+                self.stats.add("read_bytes", found[name].nbytes)
         return True
 
     def _files(self, prefix: Prefix) -> list[tuple[str, int]]:

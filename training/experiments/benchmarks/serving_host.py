@@ -1,6 +1,6 @@
 """Where the time of a server's processor goes in one decode step of vLLM: memory layers against a native Llama.
 
-    python serving_host.py --label NAME                    # in the environment of `make serve-test`, see CONTRIBUTING.md
+    python serving_host.py --label NAME                    # in the environment of `make serve-test`
     python serving_host.py --label NAME --parts launches
 
 The model is so small (hidden size 64) that the arithmetic takes little time beside the calls. All engines run without
@@ -9,8 +9,8 @@ graphs on one thread of a CPU. On a GPU, graphs of decode replace what happens i
 
     steps      microseconds of processor time (of the thread, so that other programs do not count) per decode step, by
                function, with the functions that it calls: the median of all measured steps
-    launches   what one GKA layer of the 1B shape would launch for the prompts of one batch: calls of operators that are
-               neither views nor allocations, and Triton kernels, which are counted and do not run
+    launches   what one GKA layer of the 1B shape would launch for the prompts of one batch: calls of operators that
+               are neither views nor allocations, and Triton kernels, which are counted and do not run
 
 Results go to results/serving_host.json, by label. Written down before the first measurement: with one sequence the
 metadata of a pure GKA model cost 100 us more per step than those of attention, and a layer of GKA takes three times as
@@ -51,8 +51,8 @@ PROMPT, WARM, STEPS = 8, 10, 60
 BATCHES = {"one_new": [False], "one_old": [True], "four_new": [False] * 4, "four_mixed": [True, False, False, False]}
 LENGTH = 2048  # of a prompt
 NO_LAUNCH = (
-    "empty", "new_empty", "as_strided", "resolve_", "resize_", "reshape", "result_type", "promote_types", "_unsafe_view",
-    "linear",
+    "empty", "new_empty", "as_strided", "resolve_", "resize_", "reshape", "result_type", "promote_types",
+    "_unsafe_view", "linear",
 )  # fmt: skip
 
 

@@ -35,15 +35,18 @@ def tokens_of(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def ask(engine, references, **options):
-    """The outputs for the prompts of references, all submitted at once; greedy unless `options` say otherwise."""
+def ask(engine, references, adapters=None, **options):
+    """The outputs for the prompts of references, all submitted at once; greedy unless `options` say otherwise.
+
+    adapters: vLLM's LoRARequest of each, or None.
+    """
     from vllm import SamplingParams
 
     fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     if "max_tokens" not in options:
         fixed["max_tokens"] = len(references[0]["tokens"])
     prompts = [{"prompt_token_ids": reference["prompt"]} for reference in references]
-    return engine.generate(prompts, SamplingParams(**(fixed | options)), use_tqdm=False)
+    return engine.generate(prompts, SamplingParams(**(fixed | options)), lora_request=adapters, use_tqdm=False)
 
 
 def assert_greedy(tokens: list[list[int]], references: list[dict]):

@@ -75,11 +75,13 @@ GIVEN = {
     "--speculative-config (with another method than ngram and draft_model, or with vLLM before 0.29)": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     },
+    "--speculative-config (with a draft model that has memory mixers)": {
+        "speculative_config": {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 2}
+    },
     "--speculative-config (with prefix caching on a CPU)": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
         "enable_prefix_caching": True,
     },
-    "--enable-lora": {"enable_lora": True},
     "--pipeline-parallel-size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
     "--decode-context-parallel-size and --prefill-context-parallel-size": {
         "tensor_parallel_size": 2,
@@ -96,6 +98,7 @@ GIVEN = {
         "hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     },
 }
+IN_SPECULATION = "--speculative-config (with a draft model of too many layers)"  # tested there
 # fields of a configuration that some version of vLLM does not take on a CPU
 FIELDS = {
     "--enable-dbo and --ubatch-size": ("parallel_config", "use_ubatching", True),
@@ -110,7 +113,9 @@ def test_refused_options(option, folders):
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    given = EngineArgs(str(ready(folders / "gka")), dtype="bfloat16", **{"max_model_len": LONGEST} | GIVEN[option])
+    folder = str(ready(folders / "gka"))
+    options = json.loads(json.dumps(GIVEN[option]).replace("FOLDER", folder))
+    given = EngineArgs(folder, dtype="bfloat16", **{"max_model_len": LONGEST} | options)
     with pytest.raises(ValueError, match=re.escape(f"{option}: ")):
         given.create_engine_config()
 
@@ -127,7 +132,7 @@ def test_refused_fields(option, folders, monkeypatch):
     monkeypatch.setattr(type(getattr(config, part)), name, value)
     vars(getattr(config, part)).pop(name, None)
     assert refusal_of_options(config).startswith(f"{option}: ")
-    assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys()
+    assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys() | {IN_SPECULATION}
 
 
 @pytest.mark.cases("coffee")
@@ -152,14 +157,14 @@ def test_command_refuses_what_vllm_refuses(folders):
     for arguments, message in (
         (["--model-impl", "transformers"], "--model-impl transformers: vLLM would build the model without the plugin"),
         (["--tensor-parallel-size=3"], "--tensor-parallel-size 3: gka of layer 1: 2 heads cannot be"),
-        (["--enable-lora"], "^--enable-lora: LoRA adapters are not supported"),
+        (["--quantization=fp8"], "^--quantization .*: quantised weights are not supported"),
         (["--max-model-len=9999"], "max_model_len .9999. is greater than the derived"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             configuration(ready(folders / "gka"), arguments)
         assert "\n" not in str(error.value)
-    result = memmix("serve", "--check", folders / "gka", "--enable-lora")
-    assert result.exit_code == 1 and result.stderr.splitlines()[-1].startswith("error: --enable-lora: LoRA adapters")
+    result = memmix("serve", "--check", folders / "gka", "--quantization=fp8")
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1].startswith("error: --quantization ")
 
 
 def test_too_little_memory_for_the_command(folders):

@@ -111,7 +111,8 @@ class MemMixMixin(KeptAttention):
         super().recursive_replace()
         dtype, device = self.model_config.dtype, self.device_config.device
         for path, module in own.items():
-            replace_parameters(module, f"model.{path}", dtype, device)
+            join = self.vllm_config.lora_config is None
+            replace_parameters(module, f"model.{path}", dtype, device, join)
             base.set_submodule(path, module)
         self.mixers = {path: module for path, module in own.items() if isinstance(module, MemoryMixer)}
 

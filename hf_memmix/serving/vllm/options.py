@@ -52,6 +52,17 @@ REFUSALS = (
         " many were accepted, so states would keep them. Draft with a transformer of the same tokenizer",
     ),
     Refusal(
+        "--speculative-config (with a draft model of too many layers)",
+        lambda c: (
+            c.speculative_config is not None
+            and c.speculative_config.method == "draft_model"
+            and _attention_layers_with_draft(c) > _memory_layers(c.model_config.hf_config)
+        ),
+        "vLLM wants all layers of a draft model in one group of blocks, and a group has no more layers than there are"
+        " memory layers. So the draft model and the kept attention layers together may have as many; take a smaller"
+        " draft model, or leave the option out",
+    ),
+    Refusal(
         "--speculative-config (with prefix caching on a CPU)",
         lambda c: (
             c.speculative_config is not None
@@ -60,12 +71,6 @@ REFUSALS = (
         ),
         "vLLM copies the states of accepted draft tokens by a kernel that it has for GPUs only; add"
         " --no-enable-prefix-caching",
-    ),
-    Refusal(
-        "--enable-lora",
-        lambda c: c.lora_config is not None,
-        "LoRA adapters are not supported with memory mixers; merge the adapter into the model (merge_and_unload of"
-        " PEFT), serve the saved folder, and leave the option out",
     ),
     Refusal(
         "--pipeline-parallel-size",
@@ -128,6 +133,15 @@ REFUSALS = (
         " give the original_max_position_embeddings (longrope) or max_position_embeddings (dynamic) of config.json",
     ),
 )
+
+
+def _memory_layers(config) -> int:
+    return sum(kind != ATTENTION for kind in config.mixer_types)
+
+
+def _attention_layers_with_draft(vllm_config) -> int:
+    draft, kinds = vllm_config.speculative_config.draft_model_config, vllm_config.model_config.hf_config.mixer_types
+    return draft.get_total_num_hidden_layers() + kinds.count(ATTENTION)
 
 
 def refusal_of_options(vllm_config) -> str | None:

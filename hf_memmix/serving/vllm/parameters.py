@@ -18,12 +18,13 @@ from ...mixers.tp_plan import Cut, divide
 from .joined import join_layers, load_part
 
 
-def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: torch.dtype, device):
+def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: torch.dtype, device, join: bool):
     """Replace the parameters of a module that was made without memory, and give it the sizes of this rank.
 
     Args:
         prefix: the module's path in the model.
         dtype: of the model; `fp32_parameters` of a mixer stay in fp32.
+        join: compute the linear layers that read a mixer's input in one product. vLLM's LoRA needs each by itself.
 
     Raises:
         ValueError: the model is divided over several ranks, and the mixer has no plan or cannot be divided by it.
@@ -36,7 +37,7 @@ def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: to
         cuts, all_cuts = plan.parameters, plan.cuts(module)
         divide(module, plan, average=lambda x: tensor_model_parallel_all_reduce(x) / ranks)
     for path, part in list(module.named_modules()):
-        if isinstance(part, MemoryMixer):  # the module itself, or the two mixers of a layer with a window
+        if join and isinstance(part, MemoryMixer):  # the module itself, or the two mixers of a layer with a window
             inside = f"{path}." if path else ""
             cuts_inside = {k.removeprefix(inside): cut for k, cut in all_cuts.items() if k.startswith(inside)}
             join_layers(part, cuts_inside, rank, ranks, dtype, device)

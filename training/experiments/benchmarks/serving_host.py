@@ -212,7 +212,7 @@ def reading(is_old: list[bool]):
     from hf_memmix.mixers import MIXERS
     from hf_memmix.serving.vllm.joined import join_layers
     from hf_memmix.serving.vllm.layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape
-    from hf_memmix.serving.vllm.metadata import MemoryMetadata
+    from hf_memmix.serving.vllm.metadata import MemoryMetadata, starts_anew
     from hf_memmix_kernels._chunks import keep_tables
 
     dtype, count = torch.bfloat16, len(is_old)
@@ -241,7 +241,12 @@ def reading(is_old: list[bool]):
         "seq_lens": torch.full((count,), LENGTH),
     }  # fmt: skip
     keep_tables(fields["query_start_loc_p"])
+    rows = SimpleNamespace(
+        query_start_loc_cpu=fields["query_start_loc_p"],
+        seq_lens_cpu_upper_bound=LENGTH * (1 + fields["has_initial_states_p"].int()),
+    )
     batch = MemoryMetadata(**fields)
+    batch.starts_anew = starts_anew(rows, batch)
     layer.run(x, tokens, output, batch)  # computes the tables that all layers share
     return lambda: layer.run(x, tokens, output, batch)
 

@@ -17,6 +17,7 @@ from hf_memmix.training.experiments.tables.costs import _by_reason
 
 LENGTHS = (2048, 16384, 65536)
 CONVERTED = ("gka", "gka_3of4")  # models of benchmark_serving.py; the one that is left is the transformer
+BATCHES = ("one_new", "one_old")  # of serving_host.py
 # the shape of Llama 3.2 1B
 SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
@@ -136,6 +137,34 @@ def serving_fit() -> str:
         for length in sorted({key[0] for key in fits})
     ]
     return markdown_table(["prompt", *head], rows)
+
+
+def serving_host() -> str:
+    """Processor time of a decode step and launches of a prompt, before and after a change of the plugin."""
+    results, rows = read("serving_host"), []
+    for model in ("llama", *CONVERTED):
+        for label in ("before", "after"):
+            if (found := results[label].get(model)) is None:
+                continue
+            cells = []
+            for steps in found["sequences"].values():
+                layer = steps.get("step/forward/memory") or steps["step/forward/attention"]
+                cells += [f"{steps['step/metadata']['us']:,.0f}", f"{layer['us'] / layer['calls']:,.0f}"]
+            rows.append([f"`{model}`" + (f", {label}" if model in CONVERTED else ""), found["groups"], *cells])
+    counts = list(results["before"]["gka"]["sequences"])
+    head = [f"{what}, {count}" for count in counts for what in ("metadata", "a layer")]
+    launches = {
+        label: [sum(results[label]["launches"][batch][kind] for kind in ("operators", "kernels")) for batch in BATCHES]
+        for label in ("before", "after")
+    }
+    return (
+        markdown_table(["", "groups", *head], rows)
+        + '\n\nMicroseconds of processor time in one step that decodes 1, 16 or 64 sequences; "a layer": of memory,'
+        " in `llama` of attention. A tiny model without graphs on one thread of a busy CPU, so compare rows only."
+        f" Launches of one GKA layer for a new prompt: {launches['before'][0]} before, {launches['after'][0]} after;"
+        f" for a prompt that goes on, {launches['before'][1]} and {launches['after'][1]}.\n\n"
+        f"vLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}."
+    )
 
 
 def serving_prefix() -> str:

@@ -72,11 +72,8 @@ def test_refused_family(engines, tmp_path):
 
 
 GIVEN = {
-    "--speculative-config (with another method than ngram and draft_model, or with vLLM before 0.29)": {
+    "--speculative-config (with another method than ngram, or with vLLM before 0.29)": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    },
-    "--speculative-config (with a draft model that has memory mixers)": {
-        "speculative_config": {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 2}
     },
     "--speculative-config (with prefix caching on a CPU)": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
@@ -98,7 +95,6 @@ GIVEN = {
         "hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     },
 }
-IN_SPECULATION = "--speculative-config (with a draft model of too many layers)"  # tested there
 # fields of a configuration that some version of vLLM does not take on a CPU
 FIELDS = {
     "--enable-dbo and --ubatch-size": ("parallel_config", "use_ubatching", True),
@@ -113,9 +109,7 @@ def test_refused_options(option, folders):
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    folder = str(ready(folders / "gka"))
-    options = json.loads(json.dumps(GIVEN[option]).replace("FOLDER", folder))
-    given = EngineArgs(folder, dtype="bfloat16", **{"max_model_len": LONGEST} | options)
+    given = EngineArgs(str(ready(folders / "gka")), dtype="bfloat16", **{"max_model_len": LONGEST} | GIVEN[option])
     with pytest.raises(ValueError, match=re.escape(f"{option}: ")):
         given.create_engine_config()
 
@@ -132,7 +126,7 @@ def test_refused_fields(option, folders, monkeypatch):
     monkeypatch.setattr(type(getattr(config, part)), name, value)
     vars(getattr(config, part)).pop(name, None)
     assert refusal_of_options(config).startswith(f"{option}: ")
-    assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys() | {IN_SPECULATION}
+    assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys()
 
 
 @pytest.mark.cases("coffee")

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ...configuration_memmix import MemMixConfig
 from ...errors import UserError
 from ...mixers import ATTENTION
 from .versions import SPECULATION_SINCE, STATES_SINCE, installed_version, numbers_of
 
 STATES = "MemMixStates"  # the connector of states.py
-DRAFTING = ("ngram", "draft_model")  # methods of --speculative-config
 CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
@@ -29,38 +27,14 @@ class Refusal(NamedTuple):
 
 REFUSALS = (
     Refusal(
-        "--speculative-config (with another method than ngram and draft_model, or with vLLM before 0.29)",
+        "--speculative-config (with another method than ngram, or with vLLM before 0.29)",
         lambda c: (
             c.speculative_config is not None
-            and (
-                c.speculative_config.method not in DRAFTING
-                or numbers_of(installed_version() or "") < SPECULATION_SINCE
-            )
+            and (c.speculative_config.method != "ngram" or numbers_of(installed_version() or "") < SPECULATION_SINCE)
         ),
-        "other methods read the hidden states of the model by layers that were trained for it, and vLLM before 0.29"
-        " does not tell the layers how many draft tokens were accepted. Use one of these methods, or leave the option"
-        " out",
-    ),
-    Refusal(
-        "--speculative-config (with a draft model that has memory mixers)",
-        lambda c: (
-            c.speculative_config is not None
-            and c.speculative_config.method == "draft_model"
-            and isinstance(c.speculative_config.draft_model_config.hf_config, MemMixConfig)
-        ),
-        "vLLM takes rejected tokens out of a draft model by overwriting their keys, and does not tell its layers how"
-        " many were accepted, so states would keep them. Draft with a transformer of the same tokenizer",
-    ),
-    Refusal(
-        "--speculative-config (with a draft model of too many layers)",
-        lambda c: (
-            c.speculative_config is not None
-            and c.speculative_config.method == "draft_model"
-            and _attention_layers_with_draft(c) > _memory_layers(c.model_config.hf_config)
-        ),
-        "vLLM wants all layers of a draft model in one group of blocks, and a group has no more layers than there are"
-        " memory layers. So the draft model and the kept attention layers together may have as many; take a smaller"
-        " draft model, or leave the option out",
+        "vLLM gives a draft model the blocks of the first group of layers, which may be that of the states; other"
+        " methods need layers that were trained for the model; and vLLM before 0.29 does not tell the layers how many"
+        " draft tokens were accepted. Use the method ngram, or leave the option out",
     ),
     Refusal(
         "--speculative-config (with prefix caching on a CPU)",
@@ -133,15 +107,6 @@ REFUSALS = (
         " give the original_max_position_embeddings (longrope) or max_position_embeddings (dynamic) of config.json",
     ),
 )
-
-
-def _memory_layers(config) -> int:
-    return sum(kind != ATTENTION for kind in config.mixer_types)
-
-
-def _attention_layers_with_draft(vllm_config) -> int:
-    draft, kinds = vllm_config.speculative_config.draft_model_config, vllm_config.model_config.hf_config.mixer_types
-    return draft.get_total_num_hidden_layers() + kinds.count(ATTENTION)
 
 
 def refusal_of_options(vllm_config) -> str | None:

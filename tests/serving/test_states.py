@@ -30,6 +30,11 @@ def files(folder) -> set[str]:
     return {path.name.split(".", 1)[1].removesuffix(SUFFIX) for path in folder.rglob(f"*{SUFFIX}")}
 
 
+def states_metrics(engine) -> dict[str, float]:
+    found = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
+    return {name: found[f"vllm:memmix_states_{name}"] for name in (*COUNTERS, *GAUGES)}
+
+
 @pytest.mark.parametrize("case", ["several", "several_pure"])
 def test_another_engine_goes_on(case, engines, tmp_path, monkeypatch):
     """Not from the states of other weights, and not from a file that is gone or cut off."""
@@ -37,17 +42,19 @@ def test_another_engine_goes_on(case, engines, tmp_path, monkeypatch):
     outputs = ask(keeping(engines, case, tmp_path), references[:1])
     assert outputs[0].num_cached_tokens == 0
     assert files(tmp_path) == {f"{STATES}.0"} | ({f"{KEYS}.0"} if case == "several" else set())
+    sizes = [path.stat().st_size for path in tmp_path.rglob(f"*{SUFFIX}")]
+    counts = states_metrics(engines.engine)
+    assert counts["written_bytes"] == counts["disk_bytes"] == sum(sizes) and not counts["loads"]
     engine = keeping(engines, case, tmp_path)
     assert_greedy(tokens_of(outputs), references[:1])
     outputs = ask(engine, references)
     assert_greedy(tokens_of(outputs), references)
     assert min(output.num_cached_tokens for output in outputs) == SHARED
-    found = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
-    assert found["vllm:external_prefix_cache_hits"] >= SHARED
-    counts = {name: found[f"vllm:memmix_states_{name}"] for name in (*COUNTERS, *GAUGES)}
-    sizes = [path.stat().st_size for path in tmp_path.rglob(f"*{SUFFIX}")]
-    assert counts["loads"] >= 1 and not counts["failed_loads"] and sum(sizes) == counts["disk_bytes"]
-    assert 0 < counts["read_bytes"] < sum(sizes) and sum(sizes) / 2 < counts["written_bytes"] <= sum(sizes)
+    hits = [m.value for m in engine.get_metrics() if m.name == "vllm:external_prefix_cache_hits"]
+    assert sum(hits) >= SHARED
+    counts = states_metrics(engine)
+    assert counts["loads"] and counts["read_bytes"] and counts["disk_bytes"] >= sum(sizes)
+    assert not counts["failed_loads"]
     with pytest.raises(ValueError, match="with --states weights cannot be loaded again"):
         engine.collective_rpc("reload_weights", kwargs={"weights_path": str(engines.folders / case)})
     engine = keeping(engines, case, tmp_path)  # its weights are not half loaded

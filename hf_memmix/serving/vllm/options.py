@@ -47,6 +47,12 @@ REFUSALS = (
         " --no-enable-prefix-caching",
     ),
     Refusal(
+        "--enable-lora (on a CPU)",
+        lambda c: c.lora_config is not None and c.device_config.device_type == "cpu",
+        "vLLM on a CPU computes requests without an adapter with an adapter of other requests in their batch. Merge"
+        " the adapter into the model (merge_and_unload of PEFT), serve the saved folder, and leave the option out",
+    ),
+    Refusal(
         "--pipeline-parallel-size",
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
         "pipeline parallelism is not supported with memory mixers; use --tensor-parallel-size",

@@ -89,7 +89,9 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         self.store = StateStore(Path(given["folder"]), name, given["bytes"])
         self.stats = StateStats()
         if role == KVConnectorRole.SCHEDULER:
-            logger.info("states on disk in %s: %s", given["folder"], self.store.make_room())
+            room = self.store.make_room()
+            self.stats.data[DISK] = room.bytes
+            logger.info("states on disk in %s: %s", given["folder"], room)
         self.requests: dict[str, Known] = {}
         self.waiting: dict[str, Prefix] = {}
         self.loaded: set[str] = set()

@@ -87,11 +87,11 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         name = _identity(vllm_config, Path(given["model"]), self.groups, self.block)
         self.store = StateStore(Path(given["folder"]), name, given["bytes"])
-        self.stats = StateStats()
+        self.stats, room = StateStats(), self.store.make_room()
         if role == KVConnectorRole.SCHEDULER:
-            room = self.store.make_room()
-            self.stats.data[DISK] = room.bytes
             logger.info("states on disk in %s: %s", given["folder"], room)
+        else:
+            self.stats.data[DISK] = room.bytes
         self.requests: dict[str, Known] = {}
         self.waiting: dict[str, Prefix] = {}
         self.loaded: set[str] = set()

@@ -105,7 +105,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Also generate the answers to questions, and texts after so many prompts beside the teacher's.",
+            help="Also generate the answers of probes, and texts after so many prompts beside the teacher's.",
         ),
     ] = None,
     prompt_tokens: Annotated[

@@ -157,10 +157,13 @@ def generated_answers(
         new_tokens = stop - asked + (SPARE if asked < start else 0)
         said = greedy_tokens(model, ids[:, :asked], new_tokens, batch_size)
         for number, ours, expected in zip(numbers, said, ids[:, start:stop], strict=True):
-            found[number] = torch.equal(ours, expected) if asked == start else _names(tokenizer, ours, expected)
+            found[number] = torch.equal(ours, expected) if asked == start else _names(model, tokenizer, ours, expected)
     return found
 
 
-def _names(tokenizer, said: Tensor, expected: Tensor) -> bool:
+def _names(model: nn.Module, tokenizer, said: Tensor, expected: Tensor) -> bool:
+    """Whether a generated text has the expected word before its end."""
+    ends = end_tokens(model.generation_config, tokenizer)
+    said = said[: next((at for at, token in enumerate(said.tolist()) if token in ends), len(said))]
     text, word = (tokenizer.decode(tokens, skip_special_tokens=True).lower() for tokens in (said, expected))
     return re.search(rf"\b{re.escape(word.strip())}\b", text) is not None

@@ -63,9 +63,12 @@ def test_a_generated_answer_to_a_question_holds_the_expected_word():
     tokenizer, model = tiny_tokenizer(), tiny_teacher(layers=1)
     prompt = [5, 6, 7]
     said = greedy_tokens(model, torch.tensor([prompt]), 19)[0].tolist()  # two tokens before the answer, and the rest
-    other = next(token for token in range(4, 30) if token not in said)
-    answers = [Sample([*prompt, 8, 9, token], [], [Answer(5, 6, asked=3)]) for token in (said[0], said[5], other)]
-    assert said[5] > 3 and generated_answers(model, answers, tokenizer) == [True, True, False]
+    first, end = list(dict.fromkeys(token for token in said if 3 < token < len(tokenizer)))[:2]  # those that are words
+    other = next(token for token in range(4, len(tokenizer)) if token not in said)
+    asked = [Sample([*prompt, 8, 9, token], [], [Answer(5, 6, asked=3)]) for token in (first, end, other)]
+    assert generated_answers(model, asked, tokenizer) == [True, True, False]
+    model.generation_config.eos_token_id = end  # what follows the end of an answer does not count
+    assert generated_answers(model, asked, tokenizer) == [True, False, False]
 
 
 def test_texts_and_answers_of_a_student_beside_its_teacher():

@@ -39,7 +39,7 @@ def run_probes(
         models: by name, a model or a function that loads it. A loaded model leaves the memory before the next one.
         samples: sequences per cell. A task without depths draws this number of sequences per length.
         control: whether the controls are read. Without them, gains are None, and the probes take half of the time.
-        generate: whether the models also generate the answers to probes that are questions.
+        generate: whether the models also generate the answers that are asked at the end (`Answer.asked`).
 
     Returns:
         `settings`, `cells` and `summary`. A cell has `{"task", "length", "depth", "answers", "chance"}` and, for every
@@ -69,7 +69,7 @@ def run_probes(
             if length <= limit_of(model):
                 drawn = cell(task, length, samples)
                 scores[name] = score(model, drawn, batch_size, control)
-                if generate and TASKS[task].asks:
+                if generate:
                     answers = generated_answers(model, drawn, material.tokenizer, batch_size)
                     scores[name] = [replace(s, generated=answers[s.sequence]) for s in scores[name]]
             done += 1

@@ -41,7 +41,8 @@ def skipped_types(node) -> list[type]:
     return [found for child in children for found in skipped_types(child)]
 
 
-@pytest.mark.product_rows(r"(?!llama-mixed-)")  # torch.compile of a whole model
+# torch.compile of a whole model; gka_beside_window has the layers of gka and of window
+@pytest.mark.product_rows(r"(?!llama-mixed-)|llama-mixed-(gka|window)\]")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "layout", "mixer"),
@@ -83,6 +84,7 @@ class Logits(torch.nn.Module):
         return self.model(ids, use_cache=False).logits
 
 
+@pytest.mark.product_rows(r"(gka|window)\]")  # gka_beside_window has their layers
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_export_with_a_dynamic_length(mixer):
     """One exported program reads every number of rows and tokens, and has the gradients of the model."""
@@ -100,7 +102,7 @@ def test_export_with_a_dynamic_length(mixer):
     assert_same(*gradients)
 
 
-@pytest.mark.product_rows(r"all-(?!gka)")  # torch.compile of a whole model
+@pytest.mark.product_rows(r"all-(?!gka_)")  # torch.compile of a whole model
 @torch.no_grad()
 @pytest.mark.parametrize(("layout", "mixer"), [*(("all", mixer) for mixer in MIXERS), ("mixed", DEFAULT_MIXER)])
 def test_a_prompt_is_one_graph(layout, mixer):

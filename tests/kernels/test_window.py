@@ -264,7 +264,8 @@ def test_on_a_gpu_a_graph_captures_both_passes(packed):
 
     def both():
         o, _ = chunk_window(*leaves, window=64, sinks=2, initial_state=state, cu_seqlens=bounds)
-        return o, *torch.autograd.grad(o, leaves, do)
+        # detached: a live result keeps the node of each leaf, and that waits on the stream on which it was made first
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     for _ in range(3):
         first = both()

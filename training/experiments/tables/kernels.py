@@ -147,8 +147,16 @@ def model_goals() -> str:
 WINDOWS = {
     "attention": "attention",
     "window": "`window`, 512 tokens",
+    "window/1": "with one sink",
     "gka": "`gka`",
-    "gka+64": "`gka` with 64 beside it",
+    "gka+64/1": "`gka`, 64 and one sink beside it",
+}
+# of the op: tokens and head size, and what was predicted before the run
+WINDOW_TIMES = {
+    (512, 64): "0.30 to 0.45 / 1.4 to 2.0",
+    (512, 128): "0.45 to 0.65 / 2.4 to 3.4",
+    (384, 64): "0.78 to 0.85 of 512",
+    (384, 128): "0.78 to 0.85 of 512",
 }
 
 
@@ -161,10 +169,31 @@ def windows() -> str:
         phase, batch, length, *way = case
         column = "tokens_s" if phase == "train" else "ms"
         title = f"{phase}, {batch} x {length}" + (", CUDA graph" if way else "") + (", tokens/s" * (column != "ms"))
-        lines.append([title, *(_shown(found[*case, name][column], column) for name in WINDOWS)])
+        of = [found.get((*case, name)) for name in WINDOWS]
+        lines.append([title, *("" if row is None else _shown(row[column], column) for row in of)])
     (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
     note = f"ms, where the row names no other unit; decode: sequences x prompt. {gpu}, commit {commit}, one run."
+    note += " Empty: not measured." * any("" in line for line in lines)
     return f"{markdown_table(['', *WINDOWS.values()], lines, figures=True)}\n\n{note}"
+
+
+def window_times() -> str:
+    """The op of windows on one GPU, beside attention: what was predicted before the run, and what it measured."""
+    rows, lines, passes = read("window_h100"), [], ("fwd", "fwd+bwd")
+    rows = [row for row in rows if (row["B"], row["T"], row["H"]) == (4, 8192, 16)]
+    found = {(row.get("window"), row.get("sinks"), row["D"], row["pass"]): row["ms"] for row in rows}
+    for (size, dim), predicted in WINDOW_TIMES.items():
+        plain, sink, attention = (
+            [found[*of, dim, way] for way in passes] for of in ((size, 0), (size, 1), (None, None))
+        )
+        parts = [a / b for a, b in zip(sink, plain, strict=True)]
+        lines.append([size, dim, predicted, *map(_slashed, (plain, sink, parts, attention))])
+    (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
+    head = ["tokens", "D", "predicted", "ms", "one sink", "of that without", "attention"]
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nForward / forward and backward, 4 x 8192 x 16 heads,"
+        f" bfloat16. {gpu}, commit {commit}, one run. `window_h100.json`."
+    )
 
 
 def op_goals() -> str:

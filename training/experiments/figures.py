@@ -23,11 +23,16 @@ PRODUCT = runpy.run_path(str(CHECKOUT / "model_cards" / "figures.py"))
 STUDENT = "model_cards/tiny_gka/metrics_pure.json"
 TEACHER = "model_cards/tiny_teacher/metrics.json"
 LEVERS = "training/experiments/budget/results/levers_h100.json"
+PRODUCT_LEVERS = "training/experiments/budget/results/levers_product_h100.json"
 RECALL_TEACHER = "training/experiments/recall_teacher/results/teacher_kept.json"
 # by name: a JSON file of the checkout, the keys of a value in it, what it is divided by, and the format of the number
 NUMBERS: dict[str, tuple[str, str, float, str]] = {
     "recall teacher millions": (RECALL_TEACHER, "parameters", 1e6, ".0f"),
-    "thousand tokens recorded": (LEVERS, "rows 5 tokens_s", 1e3, ".0f"),
+    "thousand tokens recorded": (PRODUCT_LEVERS, "rows 0 tokens_s", 1e3, ".0f"),
+    "thousand tokens compiled": (PRODUCT_LEVERS, "rows 1 tokens_s", 1e3, ".0f"),
+    "thousand tokens recorded 1.2B": (PRODUCT_LEVERS, "rows 8 tokens_s", 1e3, ".0f"),
+    "thousand tokens compiled 1.2B": (PRODUCT_LEVERS, "rows 9 tokens_s", 1e3, ".0f"),
+    "seconds to compile": (PRODUCT_LEVERS, "rows 1 start_s", 1, ".0f"),
     "thousand tokens plain": (LEVERS, "rows -1 tokens_s", 1e3, ".0f"),
     "untrained ratio": (STUDENT, "untrained ppl_ratio", 1, ".1f"),
     "teacher parameters": (TEACHER, "parameters", 1, ",d"),

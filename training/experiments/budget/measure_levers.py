@@ -419,7 +419,7 @@ def main():
             print(f"  {profile['kernels']} kernels, {profile['kernel_ms']} ms", flush=True)
             for key, kernels, ms in profile["top"]:
                 print(f"  {ms:8.2f} ms {kernels:6d} x {key}", flush=True)
-        write_json(args.out, {"environment": environment(DEVICE), "rows": rows})
+        write_json(args.out, {"experiment": "levers", "environment": environment(DEVICE), "rows": rows})
         if "error" in found:  # nothing of it may reach the next row
             sys.stdout.flush()
             again = ["--out", str(args.out), "--seconds", str(args.seconds), *(["--tiny"] if args.tiny else [])]

@@ -9,28 +9,38 @@ KERNELS = {
     "matrix products": ("nvjet", "cutlass", "cublasLt"),
     "rest": ("",),
 }
+OFF_BY = {"graph off by": "graph_against_eager", "repeated step off by": "eager_against_eager"}
 
 
 def levers(results: dict) -> str:
-    """Milliseconds and tokens per second of every row that trains, the parts of a profiled step, and how far the
-    gradients of a recorded step are from those of a plain one.
+    """Milliseconds and tokens per second of every row that trains, the parts of a profiled step, how many seconds the
+    first steps take longer, and how far the gradients of a recorded step are from those of a plain one. What no row
+    has is no column.
     """
-    lines = []
-    for row in results["rows"]:
-        if "tokens_s" not in row:
-            continue
-        parts = _parts(row["profile"]) if row.get("profile") else {}
-        cells = [f"{row['ms']:.0f}", f"{row['tokens_s']:,}", *(f"{parts[k]:.0f}" if parts else "" for k in KERNELS)]
-        off = [
-            f"{row[key]:.1e}".replace("0.0e+00", "0") if key in row else ""
-            for key in ("graph_against_eager", "eager_against_eager")
-        ]
-        lines.append([row["row"].replace(" :", ":"), *cells, *off])
-    head = ["row", "ms", "tokens/s", *(f"{name}, ms" for name in KERNELS), "graph off by", "repeated step off by"]
-    return (
-        f"{markdown_table(head, lines, figures=True)}\n\n{measured_at(results)}. Off by: the largest relative"
-        " difference of a parameter's gradient from that of a step without graph; of a repeated step without graph."
-    )
+    rows = [row for row in results["rows"] if "tokens_s" in row]
+    parts = [_parts(row["profile"]) if row.get("profile") else {} for row in rows]
+    columns = {
+        "row": [row["row"].replace(" :", ":") for row in rows],
+        "ms": [f"{row['ms']:.0f}" for row in rows],
+        "tokens/s": [f"{row['tokens_s']:,}" for row in rows],
+        **{f"{name}, ms": [f"{part[name]:.0f}" if part else "" for part in parts] for name in KERNELS},
+        "start, s": [f"{row['start_s']:.0f}" if "start_s" in row else "" for row in rows],
+        **{
+            title: [f"{row[key]:.1e}".replace("0.0e+00", "0") if key in row else "" for row in rows]
+            for title, key in OFF_BY.items()
+        },
+    }
+    columns = {title: cells for title, cells in columns.items() if any(cells)}
+    table = markdown_table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)], figures=True)
+    notes = [f"{measured_at(results)}."]
+    if OFF_BY.keys() & columns.keys():
+        notes.append(
+            "Off by: the largest relative difference of a parameter's gradient from that of a step without graph; of a"
+            " repeated step without graph."
+        )
+    if "start, s" in columns:
+        notes.append("Start: how much longer the first steps take, with nothing compiled before.")
+    return f"{table}\n\n{' '.join(notes)}"
 
 
 def _parts(profile: dict) -> dict[str, float]:

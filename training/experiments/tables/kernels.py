@@ -47,13 +47,19 @@ OPS = [
     ("SKA, rank 32", {"op": "ska", "rank": 32}, (8, 4096, 12, 64), {"fwd": 0.25, "fwd+bwd": 1.0}),
     ("SKA, rank 64", {"op": "ska", "rank": 64}, (8, 4096, 12, 64), {"fwd": 0.7, "fwd+bwd": 3}),
 ]
-# of the gated delta rule: decays, tokens, passes, goals in ms, and what was predicted before the run
-DELTA = [
-    ("head", 8192, ("fwd", "fwd+bwd"), (0.6, 2.0), "0.70 to 0.80 / 2.3 to 2.6"),
-    ("head", 1, ("decode_graph",), (None,), ""),
-    ("channel", 8192, ("fwd", "fwd+bwd"), (0.84, 2.8), "1.0 to 1.3 / 3.5 to 4.5"),
-    ("channel", 1, ("decode_graph",), (None,), ""),
+# of whole models with two versions of Triton: title, phase and tapes of a row; attention has no tapes
+TRITON_MODELS = [
+    ("prompt of 2k, tapes call a launcher in C", ("prompt", "launcher in C")),
+    ("prompt of 2k, tapes call Triton's launch", ("prompt", "Triton's call")),
+    ("prompt of 2k, no tapes", ("prompt", "none")),
+    ("prompt of 2k, CUDA graph", ("prompt as a graph", "none")),
+    ("decode, B = 1", ("decode", "none")),
 ]
+TRITON_MIXERS = ("gka", "lattice", "attention")
+OP_KINDS = {"variant": "of kind", "decay_per": "per", "rank": "rank"}  # columns that tell rows of one op apart
+SLOWER = 1.1  # from this ratio of an op's times with two versions on, one counts as slower
+# predicted ms of GKA's prompt with Triton 3.9: at most the first; Triton's launch takes between the others more
+PREDICTED = (12.5, 0.3, 0.6)
 FLA = {"op": "ssd", "by": "fla chunk_simple_gla, refusal lifted"}  # the goal of gla
 # phase, name and goal as a part of attention's time
 CPU = [
@@ -217,21 +223,41 @@ def op_goals() -> str:
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
 
 
-def delta_times() -> str:
-    """The gated delta rule on one GPU: goals, what was predicted before the run, and what it measured."""
-    rows, lines = read("h100"), []
-    for per, length, passes, goals, predicted in DELTA:
-        shape = (4, length, 8, 128) if length > 1 else (64, 1, 32, 128)
-        wanted = dict(zip("BTHD", shape, strict=True)) | {"decay_per": per}
-        found = {row["pass"]: row for row in rows if all(row[key] == value for key, value in wanted.items())}
-        measured, gpu = ([found[way].get(figure) for way in passes] for figure in ("ms", "kernel_ms"))
-        cells = map(_slashed, (goals, measured, gpu))
-        lines.append([f"one per {per}", " x ".join(map(str, shape)), predicted, *cells])
-    (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
-    head = ["decays", "B x T x H x D", "predicted", "goal", "ms", "GPU alone"]
+def triton_versions() -> str:
+    """Whole models and ops on one GPU with two versions of Triton; of the ops, which of them are as fast with both."""
+    found, lines = read("triton_versions_h100"), []
+    versions = sorted({row["triton"] for row in found["models"]}, key=_version)
+    names = ["Triton " + ".".join(version.split(".")[:2]) for version in versions]
+
+    def times(mixer: str, version: str, case: tuple) -> list[float]:
+        rows = [row for row in found["models"] if (row["mixer"], row["triton"]) == (mixer, version)]
+        return [row["ms"] for row in rows if (row["phase"], row.get("tape", "none")) == case]
+
+    for title, case in TRITON_MODELS:
+        cells = [times(mixer, version, case) for mixer in TRITON_MIXERS for version in versions]
+        lines.append([title, *(", ".join(_shown(ms, "ms") for ms in cell) for cell in cells)])
+    head = ["", *(f"`{mixer}`, {name[len('Triton ') :]}" for mixer in TRITON_MIXERS for name in names)]
+    ops: dict[str, dict] = {}
+    for row in found["ops"]:
+        kind = [f"{title} {row[key]}" for key, title in OP_KINDS.items() if key in row]
+        if row["pass"] in ("fwd", "fwd+bwd"):
+            ops.setdefault(f"{' '.join([row['op'], *kind])} ({row['D']})", {})[row["pass"], row["triton"]] = row["ms"]
+    same, slower = [], []
+    for name, ms in ops.items():
+        parts = [ms[way, versions[1]] / ms[way, versions[0]] for way in ("fwd", "fwd+bwd")]
+        told = f"{name} " + " / ".join(f"{part:.2f}" for part in parts)
+        (same if max(parts) <= SLOWER else slower).append(told)
+    best, least, most = PREDICTED
+    first, second = (times("gka", versions[1], case) for _, case in TRITON_MODELS[:2])
+    kept = max(first) <= best, all(least <= b - a <= most for a, b in zip(first, second, strict=True))
+    fast, near = ("met" if x else "missed" for x in kept)
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nThe gated delta rule, bfloat16: ms of forward / forward and"
-        f" backward, or of a decode step. {gpu}, commit {commit}, one run. `h100.json`."
+        f"{markdown_table(head, lines, figures=True)}\n\n"
+        "The models above with two versions of Triton, on a host where Python is slow: ms, two series where two"
+        f" numbers stand. Predicted of `gka` with 3.9: at most {best} in the first row ({fast}), and {least} to {most}"
+        f" more in the second ({near}). Of an op's time with {names[0]}, {names[1]} takes, forward / forward and"
+        f" backward, by op (head size): {'; '.join(slower)}. No more than {SLOWER}: {'; '.join(same)}."
+        f" {found['gpu']}, commit {found['commit']}, one run. `triton_versions_h100.json`."
     )
 
 

@@ -36,6 +36,17 @@ def report(reports: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
+def epochs_text(run: dict, images: int) -> str:
+    """The epochs of a training on so many images; "445 of 600" if it was stopped before its planned end."""
+    done, planned = (run[key] / -(-images // run["batch"]) for key in ("iterations", "planned_iterations"))
+    return f"{done:.0f}" + (f" of {planned:.0f}" if done < planned else "")
+
+
+def table_of_images(setting: str) -> str:
+    """The place in the paper of a setting of `images.py`."""
+    return "Appendix I.2.1" if setting.startswith("pixels: ") else "Table 7"
+
+
 def _spread(accuracies: list[float]) -> tuple[str, str, str]:
     """Best, median and worst of the seeds' accuracies, as text."""
     return tuple(f"{value:.3f}" for value in (max(accuracies), median(accuracies), min(accuracies)))
@@ -54,15 +65,18 @@ def _table(table: int, runs: list[tuple[str, dict]]) -> str:
 
 
 def _images(found: dict) -> str:
-    data, rows = found["data"], []
+    data, where, rows = found["data"], found["environment"], []
     for name, run in found["runs"].items():
         if "error" in run:
             rows.append((name, "", run["paper_on_mnist"], run["error"], "", "", "", "", ""))
             continue
         figures = (spread_text(run["last"]["accuracy"], 3), *_spread(run["last"]["accuracy"]))
-        epochs = run["iterations"] / -(-data["train"] // run["batch"])
-        rows.append((name, run["parameters"], run["paper_on_mnist"], *figures, run["seeds"], f"{epochs:.0f}"))
+        cells = (*figures, run["seeds"], epochs_text(run, data["train"]))
+        rows.append((name, run["parameters"], run["paper_on_mnist"], *cells))
     size = f" of {data['size']} x {data['size']}" if "size" in data else ""
-    title = f"**Table 7, on {data['name']}** ({data['train']} training images{size})"
+    parts = " and ".join(dict.fromkeys(map(table_of_images, found["runs"])))
+    title = f"**{parts}, on {data['name']}** ({data['train']} training images{size})"
     table = markdown_table(IMAGES_HEAD, rows)
-    return f"{title}\n\n{table}\n\nThe figure of a seed is its accuracy at the end of the training, on test images."
+    note = "The figure of a seed is its accuracy at the end of the training, on test images."
+    place = ", commit ".join(where[key] for key in ("hardware", "commit") if key in where)
+    return f"{title}\n\n{table}\n\n{note} {place}."

@@ -1,6 +1,7 @@
 """Tables of the papers' experiments that a card shows, and those that join several results."""
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.coffee.report import epochs_text, table_of_images
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, median, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
@@ -45,9 +46,13 @@ def induction() -> str:
                 continue
             best, solved = median(run["best_accuracy_of_seeds"]), f"{run['seeds_at_0.99']} of {run['seeds']}"
             lines.append([number, words.rpartition(" rate=")[0], run["paper"], f"{best:.3f}", solved])
-    for setting, run in read("coffee_mnist_5k")["runs"].items():
-        lines.append(["7", setting, run["paper_on_mnist"], spread_text(run["last"]["accuracy"], 3), ""])
-    return markdown_table(["table", "setting", "paper", "median of seeds (7: mean)", "seeds at 0.99"], lines)
+    for found in (read("coffee_mnist_5k"), read("coffee_mnist_5k_more")):
+        for setting, run in found["runs"].items():
+            stopped = run["iterations"] < run["planned_iterations"]
+            words = f" ({epochs_text(run, found['data']['train'])} epochs)" if stopped else ""
+            number = table_of_images(setting).rpartition(" ")[2]
+            lines.append([number, setting + words, run["paper_on_mnist"], spread_text(run["last"]["accuracy"], 3), ""])
+    return markdown_table(["table", "setting", "paper", "median of seeds (images: mean)", "seeds at 0.99"], lines)
 
 
 def images() -> str:

@@ -258,7 +258,7 @@ def test_states_on_disk(tmp_path):
     names = list(prefix_names(tokens, 4))
     assert len(names) == 2 and names == list(prefix_names(tokens[:8], 4)) and names[0] != names[1]
     assert names[1] != list(prefix_names([9, *tokens[1:]], 4))[1] and names != list(prefix_names(tokens, 4, "salt"))
-    store, states = StateStore(tmp_path, "a", 2500), {"layer": torch.arange(250.0)}
+    store, states = StateStore(tmp_path, "a" * 32, 2500), {"layer": torch.arange(250.0)}
     assert store.write(STATES, "x", 0, states) > 1000 and store.write(STATES, "x", 0, states) == 0
     modes = [path.stat().st_mode & 0o666 for path in (store.folder, *store.folder.iterdir())]
     assert modes[0] == modes[1]
@@ -284,7 +284,7 @@ from hf_memmix.serving.state_store import StateStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
-    StateStore(Path(sys.argv[1]), "a", 10**9).write("states", "x", 0, {"layer": torch.zeros(10_000)})
+    StateStore(Path(sys.argv[1]), "a" * 32, 10**9).write("states", "x", 0, {"layer": torch.zeros(10_000)})
 except OSError as error:
     print(error)
 """
@@ -294,18 +294,19 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     """And neither it nor a server that was killed leaves a part."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True)
     assert "File too large" in done.stdout, done.stderr
-    old, new = tmp_path / "a" / "old.part", tmp_path / "a" / "new.part"
+    store = StateStore(tmp_path, "a" * 32, 10**9)
+    old, new = store.folder / "old.part", store.folder / "new.part"
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
-    StateStore(tmp_path, "a", 10**9).make_room()
-    assert list((tmp_path / "a").iterdir()) == [new]
+    store.make_room()
+    assert list(store.folder.iterdir()) == [new]
 
 
 def test_models_share_the_space(tmp_path):
     """The states of a model that is not served any more make room for those of others, and its folder goes."""
     states = {"layer": torch.arange(250.0)}
-    old, new = StateStore(tmp_path, "old", 2500), StateStore(tmp_path, "new", 2500)
+    old, new = (StateStore(tmp_path, name * 32, 2500) for name in "ab")
     for i, name in enumerate("xy"):
         old.write(STATES, name, 0, states)
         os.utime(old.folder / f"{name}.states.0.safetensors", (i, i))
@@ -313,9 +314,24 @@ def test_models_share_the_space(tmp_path):
     room = new.make_room()
     assert (room.files, room.models, room.deleted) == (2, 2, 1)
     assert [old.has(STATES, name, 1) for name in "xy"] == [False, True] and new.has(STATES, "x", 1)
-    room = StateStore(tmp_path, "new", 1500).make_room()
+    room = StateStore(tmp_path, new.folder.name, 1500).make_room()
     assert (room.files, room.models, room.deleted) == (1, 1, 1) and not old.folder.exists()
     assert old.write(STATES, "y", 0, states) and old.has(STATES, "y", 1)
+
+
+def test_what_else_is_in_the_folder_of_states_stays(tmp_path):
+    """A user may give a folder that has models or downloads in it."""
+    others = [tmp_path / "student" / name for name in ("model.safetensors", "download.part")]
+    (tmp_path / "empty").mkdir()
+    others[0].parent.mkdir()
+    for path in others:
+        path.write_bytes(bytes(5000))
+        os.utime(path, (0, 0))
+    store = StateStore(tmp_path, identity(tmp_path), 2500)
+    store.write(STATES, "x", 0, {"layer": torch.arange(250.0)})
+    room = store.make_room()
+    assert (room.files, room.models, room.deleted) == (1, 1, 0) and room.bytes < 2500
+    assert all(path.exists() for path in (*others, tmp_path / "empty"))
 
 
 def test_states_belong_to_weights_and_options(tmp_path):

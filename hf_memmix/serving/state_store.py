@@ -27,6 +27,7 @@ from torch import Tensor
 
 STATES, KEYS = "states", "keys"
 SUFFIX, PART = ".safetensors", ".part"
+MODEL = "[0-9a-f]" * 32  # the names of `identity`: other folders beside them belong to somebody else
 LONGEST_WRITE = 3600  # seconds; an older part belongs to no server
 _SAMPLE = 4096  # bytes: at the beginning, the middle and the end of each tensor of the weights
 
@@ -118,33 +119,32 @@ class StateStore:
 
     def make_room(self) -> Room:
         """Delete the files that were not used for longest, until the others fit; what killed servers left; and the
-        folders of models that have no files.
+        folders of models that have no files. What is not named as a model's folder is left alone.
         """
-        for path in self.root.glob(f"*/*{PART}"):
-            with suppress(FileNotFoundError):
+        for path in self.root.glob(f"{MODEL}/*{PART}"):
+            with suppress(OSError):
                 if path.stat().st_mtime < time.time() - LONGEST_WRITE:
                     path.unlink()
         found = []
-        for path in self.root.glob(f"*/*{SUFFIX}"):
+        for path in self.root.glob(f"{MODEL}/*{SUFFIX}"):
             try:
                 status = path.stat()
             except FileNotFoundError:  # another server has deleted it
                 continue
             found.append((status.st_mtime, status.st_size, path))
-        total, deleted = sum(size for _, size, _ in found), 0
-        found.sort()
-        for _, size, path in found:
-            if total <= self.most_bytes:
-                break
-            path.unlink(missing_ok=True)
-            total -= size
-            deleted += 1
-        kept = {path.parent for _, _, path in found[deleted:]}
-        for folder in self.root.glob("*/"):
+        total, kept = sum(size for _, size, _ in found), []
+        for _, size, path in sorted(found):
+            if total > self.most_bytes:
+                with suppress(OSError):  # the folder may belong to another user
+                    path.unlink(missing_ok=True)
+                    total -= size
+                    continue
+            kept.append(path.parent)
+        for folder in self.root.glob(MODEL):
             if folder not in (*kept, self.folder):
                 with suppress(OSError):  # there are other files in it
                     folder.rmdir()
-        return Room(total, len(found) - deleted, len(kept), deleted, self.most_bytes)
+        return Room(total, len(kept), len(set(kept)), len(found) - len(kept), self.most_bytes)
 
     def _path(self, kind: str, name: str, rank: int) -> Path:
         return self.folder / f"{name}.{kind}.{rank}{SUFFIX}"

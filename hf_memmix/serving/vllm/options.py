@@ -149,7 +149,7 @@ def options_of_states(weights: Path, folder: Path, most_bytes: int) -> list[str]
     Args:
         weights: the model's folder.
         folder: made if it is missing.
-        most_bytes: that the states of the model may take there.
+        most_bytes: that the states of all models may take there.
 
     Raises:
         UserError: nothing can be written there, or this version of vLLM is too old.

@@ -1,6 +1,7 @@
 """States of prompts on disk: another engine goes on from them, and answers as if it had read the prompt itself."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from greedy import ask, assert_greedy, references_of, refused, tokens_of
@@ -33,6 +34,20 @@ def files(folder) -> set[str]:
 def states_metrics(engine) -> dict[str, float]:
     found = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
     return {name: found[f"vllm:memmix_states_{name}"] for name in (*COUNTERS, *GAUGES)}
+
+
+def test_only_states_that_follow_from_the_tokens_are_kept():
+    """Not those of a prompt with an image, nor those of an adapter, which belong to other weights."""
+    from hf_memmix.serving.vllm.states import MemMixStates
+
+    states = MemMixStates.__new__(MemMixStates)
+    states.block, states.requests = 4, {}
+    plain = {"prompt_token_ids": list(range(9)), "cache_salt": None, "mm_features": [], "lora_request": None}
+    counts = {
+        name: len(states._known(SimpleNamespace(request_id=name, **plain | {name: value})).names)
+        for name, value in (("cache_salt", "salt"), ("mm_features", ["image"]), ("lora_request", "adapter"))
+    }
+    assert counts == {"cache_salt": 2, "mm_features": 0, "lora_request": 0}
 
 
 @pytest.mark.parametrize("case", ["several", "several_pure"])

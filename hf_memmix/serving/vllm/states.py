@@ -157,10 +157,12 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, block_ids)
 
     def _known(self, request) -> Known:
-        """Requests with images or without tokens have no names."""
+        """Requests with images, with an adapter or without tokens have no names: their states do not follow from the
+        tokens and the weights of the model."""
         known = self.requests.get(request.request_id)
         if known is None:
-            tokens = None if getattr(request, "mm_features", None) else request.prompt_token_ids
+            other = getattr(request, "mm_features", None) or getattr(request, "lora_request", None)
+            tokens = None if other else request.prompt_token_ids
             salt = request.cache_salt or ""
             known = self.requests[request.request_id] = Known(list(prefix_names(tokens or (), self.block, salt)))
         return known

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
+from hf_memmix.conversion.limits import limit_of
 from hf_memmix.conversion.text_rows import end_tokens
 from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.counted import Z, wilson
@@ -154,7 +155,8 @@ def generated_answers(
             groups[answer.asked, answer.start, answer.stop].append(number)
     for (asked, start, stop), numbers in groups.items():
         ids = torch.tensor([samples[number].ids for number in numbers])
-        new_tokens = stop - asked + (SPARE if asked < start else 0)
+        spare = min(SPARE, limit_of(model) - stop) if asked < start else 0
+        new_tokens = stop - asked + spare
         said = greedy_tokens(model, ids[:, :asked], new_tokens, batch_size)
         for number, ours, expected in zip(numbers, said, ids[:, start:stop], strict=True):
             found[number] = torch.equal(ours, expected) if asked == start else _names(model, tokenizer, ours, expected)

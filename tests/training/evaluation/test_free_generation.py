@@ -71,6 +71,14 @@ def test_a_generated_answer_to_a_question_holds_the_expected_word():
     assert generated_answers(model, asked, tokenizer) == [True, False, False]
 
 
+def test_a_generated_answer_ends_where_the_model_has_no_more_positions():
+    model, tokenizer, prompt = tiny_teacher("gpt2", layers=1, n_positions=8), tiny_tokenizer(), [10, 11, 12]
+    said = greedy_tokens(model, torch.tensor([prompt]), 5)[0].tolist()
+    word = next(token for token in said if 3 < token < len(tokenizer))
+    sample = Sample([*prompt, *said[:4], word], [], [Answer(7, 8, asked=3)])
+    assert generated_answers(model, [sample], tokenizer) == [True]
+
+
 def test_texts_and_answers_of_a_student_beside_its_teacher():
     teacher = tiny_teacher(layers=2, vocab_size=4096)
     student = convert_model(teacher, "gka", keep=[0])

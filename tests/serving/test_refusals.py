@@ -79,6 +79,11 @@ GIVEN = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
         "enable_prefix_caching": True,
     },
+    "--enable-lora (with --tensor-parallel-size)": {
+        "enable_lora": True,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    },
     "--enable-lora (on a CPU)": {"enable_lora": True},
     "--pipeline-parallel-size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
     "--decode-context-parallel-size and --prefill-context-parallel-size": {

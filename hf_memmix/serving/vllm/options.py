@@ -47,6 +47,13 @@ REFUSALS = (
         " --no-enable-prefix-caching",
     ),
     Refusal(
+        "--enable-lora (with --tensor-parallel-size)",
+        lambda c: c.lora_config is not None and c.parallel_config.tensor_parallel_size > 1,
+        "vLLM leaves an adapter out where a projection of a mixer is not cut into as many parts as there are GPUs, and"
+        " does not tell. Use one GPU, or merge the adapter into the model (merge_and_unload of PEFT), serve the saved"
+        " folder, and leave the option out",
+    ),
+    Refusal(
         "--enable-lora (on a CPU)",
         lambda c: c.lora_config is not None and c.device_config.device_type == "cpu",
         "vLLM on a CPU computes requests without an adapter with an adapter of other requests in their batch. Merge"

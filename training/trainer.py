@@ -36,7 +36,7 @@ class _Arriving:
     """A scalar on its way from a GPU to the CPU."""
 
     def __init__(self, value: torch.Tensor):
-        self._value = value.detach().to("cpu", non_blocking=True)
+        self._value = value.detach().to("cpu", non_blocking=value.is_cuda)  # else nothing tells its arrival
         self._arrival = torch.cuda.Event() if value.is_cuda else None
         if self._arrival is not None:
             self._arrival.record()

@@ -145,7 +145,7 @@ def evaluate(
     with library():
         from hf_memmix.conversion.limits import check_length, check_tokens, limit_of
         from hf_memmix.conversion.records import write_json
-        from hf_memmix.training.evaluation.free_generation import compare_texts, text_of
+        from hf_memmix.training.evaluation.free_generation import compare_texts, text_of, tokens_of_text
         from hf_memmix.training.evaluation.probes import Material, counted_rows, gain_text, plot_probes, run_probes
         from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER, shares_text
 
@@ -162,6 +162,7 @@ def evaluate(
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise UserError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
     if texts:
+        tokens_of_text(material, texts["prompt_tokens"])  # refuses a prompt that is too short before the probes run
         for role, network in models.items():
             check_length(network, role, texts["prompt_tokens"] + texts["new_tokens"], "--generate", "ask for fewer")
     settings = {"seed": seed, "batch_size": batch_size}

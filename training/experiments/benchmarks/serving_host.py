@@ -112,7 +112,6 @@ def wrap_all(clock: Clock, model):
     clock.wrap(LLMEngine, "step", "step")
     clock.wrap(Scheduler, "schedule", "step/schedule")
     clock.wrap(Scheduler, "update_from_output", "step/update")
-    clock.wrap(GPUModelRunner, "_prepare_inputs", "step/prepare")
     clock.wrap(GPUModelRunner, "_build_attention_metadata", "step/metadata")
     clock.wrap(CPUAttentionMetadataBuilder, "build", "step/metadata/attention")
     clock.wrap(MemoryMetadataBuilder, "build", "step/metadata/memory")

@@ -53,6 +53,7 @@ def launch_rowwise(size: int, dtype: torch.dtype) -> None:
     draw = lambda *shape, of=dtype: torch.ones(*shape, dtype=of).requires_grad_()  # noqa: E731
     cos, sin = (torch.ones(2, 16, 32, dtype=dtype) for _ in range(2))
     outputs = [
+        rowwise.rotate(draw(2, 16, 4, 64), cos, sin),
         rowwise.unit_heads(draw(2, 16, 4, 64), cos, sin, 1e-6),
         rowwise.gated_norm(draw(2, 16, 4, 64), draw(2, 16, 4, 64), draw(64), 1e-6),
         rowwise.gated_product(draw(2, 16, 256), draw(2, 16, 256)),

@@ -79,10 +79,12 @@ def main(
         found = demo.run_demo(out, progress, SIZES[place], recipe, teacher_folder=folder, device=place)
     demo.show(found, out, console)
     tokens = sum(stage["tokens"] for stage in found["stages"])
+    quality, size = found["quality"], SIZES[place].block_size
     console.print(
-        f"KL {found['quality']['kl']:.3f}, ratio of perplexities {found['quality']['ppl_ratio']:.3f} on"
-        f" {found['text']['file']} after {tokens:,} tokens. The published student: KL {published['heldout_kl']:.3f},"
-        f" ratio {published['heldout_ppl_ratio']:.3f} on its held-out text after {published['tokens']:,} tokens.",
+        f"KL {quality['kl']:.3f}, ratio of perplexities {quality['ppl_ratio']:.3f} on {found['text']['file']} in"
+        f" blocks of {size} tokens, of which a window holds {options['window']}, after {tokens:,} tokens. The"
+        f" published student: KL {published['heldout_kl']:.3f}, ratio {published['heldout_ppl_ratio']:.3f} on its"
+        f" held-out text after {published['tokens']:,} tokens.",
         highlight=False,
     )
 

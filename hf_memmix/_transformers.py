@@ -54,9 +54,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-# `backbones.RMS_NORM`, which `fused_layers` calls by name
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
 # the modules that quantisers leave alone if the user names none: the output projection and what is tied to it
 from transformers.quantizers.base import get_keys_to_not_convert as unquantized_by_default
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -69,7 +66,6 @@ __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
-    "LlamaRMSNorm",
     "attention_computed_by",
     "attention_implementation",
     "change_class",

@@ -12,11 +12,12 @@ keeps its parameters, the name of its class, and its native class as a base.
 import functools
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from hf_memmix_kernels.rowwise import gated_product, rms_norm
 
-from ._transformers import ACT2FN, LlamaRMSNorm, same_forward
+from ._transformers import ACT2FN, same_forward
 from .backbones import GATED_MLP, RMS_NORM
 
 
@@ -30,6 +31,13 @@ class _Fused:
         return _new_layer, (self.native,), self.__dict__
 
 
+def _native_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What `backbones.RMS_NORM` computes, with the same operators."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)
+
+
 class FusedRMSNorm(_Fused):
     """x / rms(x) * weight."""
 
@@ -37,9 +45,9 @@ class FusedRMSNorm(_Fused):
         found = None
         if hidden_states.dtype == self.weight.dtype:
             found = rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        # the native forward, word for word: a program that torch 2.11 compiles would check the layer before each token
+        # the native operators: a program that torch 2.11 compiles would check the layer before each token
         # if it read `native` of its class
-        return LlamaRMSNorm.forward(self, hidden_states) if found is None else found
+        return _native_rms_norm(hidden_states, self.weight, self.variance_epsilon) if found is None else found
 
 
 class FusedMLP(_Fused):

@@ -65,7 +65,7 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)
     # no server: vLLM has an environment of its own (make serve-test)
-    monkeypatch.setattr(serve, "prepare", lambda *arguments, **options: [])
+    monkeypatch.setattr(serve, "prepare", lambda model, *arguments, **options: (model, []))
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
     for _, name, *words in commands("memmix"):

@@ -102,7 +102,7 @@ def test_every_large_module_of_a_step_is_compiled_once(teacher):
 
 
 def test_layers_that_differ_in_a_number_are_all_compiled(programs):
-    """More of them than the limit of torch.compile, beyond which it would run them as they are."""
+    """More layers than the default limit of torch.compile, which runs further layers without compiling them."""
 
     class Scaled(torch.nn.Module):
         def __init__(self, factor):

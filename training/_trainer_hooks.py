@@ -42,6 +42,7 @@ RELIED_ON = {
     "save_model": "output_dir _internal_call",
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_get_grad_norm": "model grad_norm",
     "create_optimizer": "model",
     "get_optimizer_cls_and_kwargs": "args model",
 }
@@ -137,6 +138,9 @@ class TrainerHooks(Trainer):
         """Load the weights of a checkpoint."""
         raise NotImplementedError
 
+    def before_optimizer_step(self, norm: torch.Tensor | float | None):
+        """Check `norm`, that of all gradients before they were clipped. DeepSpeed has made the step already."""
+
     def _get_train_sampler(self, *args, **kwargs):
         """The Trainer calls it when it makes the data loader."""
         return self.rows_of_an_epoch(super()._get_train_sampler(*args, **kwargs))
@@ -162,3 +166,9 @@ class TrainerHooks(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         """The Trainer calls it at the start of a run that resumes."""
         self.read_student(resume_from_checkpoint)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """The Trainer calls it after clipping, or instead of it, in every step. No callback is given the norm."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.before_optimizer_step(norm)
+        return norm

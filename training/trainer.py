@@ -60,7 +60,7 @@ class PairTrainer(TrainerHooks):
 
     def __init__(self, *args, parameter_rates: dict, identity: dict, tokens_per_step: int, **kwargs):
         self._staging: Path | None = None
-        self._loss = self._bad_gradient = None  # of the last step, until they are read
+        self._loss = self._norm = None  # of the last step, until they are read
         self.parameter_rates, self.identity, self.tokens_per_step = parameter_rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
         self.add_callback(_LogTheLastStep())
@@ -117,17 +117,20 @@ class PairTrainer(TrainerHooks):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, pair)
             groups = optimizer_groups(pair.plain_student, list(pair.parameters()), self.parameter_rates)
             self.optimizer = kind(groups, **options)
-            if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-                self.optimizer.register_step_pre_hook(self._refuse_bad_gradient)
         return self.optimizer
 
-    def _refuse_bad_gradient(self, optimizer, args, kwargs) -> None:
-        """Before a step of the optimizer: with gradients that are not finite it changes no weight."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        bad = (~torch.nn.utils.get_total_norm(gradients).isfinite()).float()
-        self._bad_gradient = _Arriving(bad)
-        if optimizer.defaults.get("fused"):  # the kernel reads it, so that the program need not wait for the GPU
-            optimizer.found_inf = bad
+    def before_optimizer_step(self, norm):
+        """With a norm that is not finite, the optimizer changes no weight.
+
+        Gradients whose norm overflows may be finite, but clipping has multiplied them by zero.
+        """
+        if self.is_deepspeed_enabled:
+            return
+        norm = sharded.whole(norm)
+        self._norm = _Arriving(norm)
+        if self.optimizer.defaults.get("fused") and not self.is_fsdp_enabled:
+            # the kernel reads it, so that the program need not wait for the GPU
+            self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
         else:
             self.check_loss()
 
@@ -141,10 +144,10 @@ class PairTrainer(TrainerHooks):
 
     def check_loss(self) -> None:
         """Read what was not read yet of the last step. Raises ValueError if its loss or gradient is not finite."""
-        if self._bad_gradient is not None:
-            bad, self._bad_gradient = self._bad_gradient.item(), None
-            if bad:
-                raise UserError(self._diverged("the gradient has NaN or infinite entries"))
+        if self._norm is not None:
+            norm, self._norm = self._norm.item(), None
+            if not math.isfinite(norm):
+                raise UserError(self._diverged(f"the norm of the gradients is {norm}"))
         if self._loss is None:
             return
         loss, self._loss = self._loss.item(), None

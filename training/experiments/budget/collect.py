@@ -83,7 +83,7 @@ def _streamed(run: dict) -> dict:
 
 
 def _levers(results: dict) -> list[dict]:
-    """The runs `LEVERS` of measure_levers.py."""
+    """The runs `LEVERS`."""
     rows, found = {row["row"]: row for row in results["rows"]}, []
     for run, (kind, shape, (count, length), graph, name) in LEVERS.items():
         settings = Settings("align" if kind == "align" else "distill", rows=count, length=length)

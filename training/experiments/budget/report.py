@@ -1,4 +1,4 @@
-"""The table of measure_levers.py: the time of a step with every lever, and the kernels that take it."""
+"""The tables of the levers: the time of a step with every lever, and the kernels that take it."""
 
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.harness import measured_at

@@ -1,7 +1,6 @@
 """Trains a small model on multi-query associative recall (`mqar.py`) and measures its accuracy."""
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -41,21 +40,17 @@ def train_recall(
     pairs: int,
     lr: float,
     seed: int,
-    prepare: Callable | None = None,
 ) -> dict:
     """Train a model for `args.tokens` tokens and measure it.
 
     Args:
         length, pairs: tokens and key-value pairs of a sequence.
-        prepare: called with the new model before its training.
 
     Returns:
         the result of `fit`, the number of parameters and of trained sequences, the loss on development sequences, and
         the accuracy on test sequences.
     """
     model = build(args, mixer, options, vocab=VOCAB, context=length, seed=seed)
-    if prepare is not None:
-        prepare(model)
     batch = max(1, args.batch_tokens // length)
     steps = max(1, args.tokens // (batch * length))
     stream = generator(seed)

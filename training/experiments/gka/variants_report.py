@@ -1,4 +1,4 @@
-"""The tables of `variants.py`: recall, perplexity and size of the state of every variant."""
+"""The tables of the variants of GKA: recall, perplexity and size of the state of every variant."""
 
 import math
 

@@ -15,9 +15,8 @@ from hf_memmix.serving.vllm.options import REFUSALS
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.tables.costs import _by_reason
 
-LENGTHS = (2048, 16384, 65536)
+LENGTHS = (2048, 65536)
 CONVERTED = ("gka", "gka_3of4")  # models of benchmark_serving.py; the one that is left is the transformer
-BATCHES = ("one_new", "one_old")  # of serving_host.py
 # the shape of Llama 3.2 1B
 SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
@@ -40,24 +39,26 @@ def serving_families() -> str:
 
 def serving_costs() -> str:
     """Bytes of one sequence of a 1B Llama shape in bf16, with each mixer in all and in three of four layers."""
-    backbone = LlamaConfig(**SHAPE)
+    backbone, rows = LlamaConfig(**SHAPE), []
     layers = backbone.num_hidden_layers
-    configs = {"attention in every layer": backbone}
+
+    def sizes(config) -> list[str]:
+        return [bytes_text(Footprint.of(config, torch.bfloat16).total(length)) for length in LENGTHS]
+
+    def mixed(mixer: str, kept=()):
+        return memmix_config(backbone, [ATTENTION if i in kept else mixer for i in range(layers)])
+
     for mixer in (name for name, cls in MIXERS.items() if cls.__module__.startswith("hf_memmix.mixers.")):
-        for name, kept in (("every layer", ()), ("3 of 4 layers", range(3, layers, 4))):
-            kinds = [ATTENTION if i in kept else mixer for i in range(layers)]
-            configs[f"`{mixer}` in {name}"] = memmix_config(backbone, kinds)
-    rows = []
-    for name, config in configs.items():
-        footprint = Footprint.of(config, torch.bfloat16)
-        states = map(bytes_text, set(footprint.states.values()) or {0})
-        rows.append([name, *states, *(bytes_text(footprint.total(length)) for length in LENGTHS)])
-    head = ["one sequence", "state per layer", *(f"{length // 1024}k tokens" for length in LENGTHS)]
+        pure = mixed(mixer)
+        (state,) = set(Footprint.of(pure, torch.bfloat16).states.values())
+        (whole,) = set(sizes(pure))
+        rows.append([f"`{mixer}`", bytes_text(state), whole, *sizes(mixed(mixer, range(3, layers, 4)))])
+    head = ["mixer", "state of a layer", "in every layer", *(f"in 3 of 4, {n // 1024}k tokens" for n in LENGTHS)]
+    attention = ", ".join(f"{size} at {n // 1024}k tokens" for size, n in zip(sizes(backbone), LENGTHS, strict=True))
     return (
         markdown_table(head, rows, figures=True)
-        + f"\n\n{layers} layers, hidden size {backbone.hidden_size}, {backbone.num_attention_heads} heads and"
-        f" {backbone.num_key_value_heads} key/value heads of {backbone.head_dim}; bf16, states in fp32; mixers with"
-        " their default options."
+        + "\n\nOne sequence of a Llama shape of 1B in bf16, states in fp32. With attention in every layer:"
+        f" {attention}."
     )
 
 
@@ -65,8 +66,10 @@ def serving_matrix() -> str:
     """What `make serve-test` tested: models by features."""
     results = read("matrix_cpu")
     features = list(results["matrix"])
-    models = dict.fromkeys(case for cases in results["matrix"].values() for case in cases)
-    rows = [[f"`{m}`", *(results["matrix"][f].get(m, "") for f in features)] for m in models]
+    alike: dict[tuple, list[str]] = {}  # models for which the same was tested
+    for model in dict.fromkeys(case for cases in results["matrix"].values() for case in cases):
+        alike.setdefault(tuple(results["matrix"][f].get(model, "") for f in features), []).append(f"`{model}`")
+    rows = [[", ".join(models), *cells] for cells, models in alike.items()]
     where = results.get("device", "a CPU")
     return (
         markdown_table(["model", *features], rows)
@@ -108,20 +111,11 @@ def serving_speed() -> str:
     lines = [
         markdown_table(head, rows),
         f"{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {', '.join(sorted(commits))};"
-        f" {results['dtype']}, {new} new tokens per sequence. tokens/s: new tokens over the time of the run;"
-        f" requests/s are that divided by {new}. decode: tokens/s of the steps in which all sequences decode;"
-        " empty if some had ended before the last prompt was read.",
+        f" {results['dtype']}, {new} new tokens per sequence. tokens/s: new tokens over the time of the run. decode:"
+        " tokens/s of the steps in which all sequences decode; empty: there were none.",
     ]
     if len(measured) < len(found):
         lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
-    ratios = []
-    for length in sorted({key[0] for key in found}):
-        first, *others = (found.get((length, 64, model), {}).get("decode_tokens_per_s") for model in models)
-        if first:
-            told = [f"`{m}` {value / first:.2f}" for m, value in zip(models[1:], others, strict=True) if value]
-            ratios.append(f"{length:,} tokens: {', '.join(told)}")
-    if ratios:
-        lines.append(f"Decode with 64 sequences, as multiples of `{models[0]}`. {'; '.join(ratios)}.")
     return "\n\n".join(lines)
 
 
@@ -137,34 +131,6 @@ def serving_fit() -> str:
         for length in sorted({key[0] for key in fits})
     ]
     return markdown_table(["prompt", *head], rows)
-
-
-def serving_host() -> str:
-    """Processor time of a decode step and launches of a prompt, before and after a change of the plugin."""
-    results, rows = read("serving_host"), []
-    for model in ("llama", *CONVERTED):
-        for label in ("before", "after"):
-            if (found := results[label].get(model)) is None:
-                continue
-            cells = []
-            for steps in found["sequences"].values():
-                layer = steps.get("step/forward/memory") or steps["step/forward/attention"]
-                cells += [f"{steps['step/metadata']['us']:,.0f}", f"{layer['us'] / layer['calls']:,.0f}"]
-            rows.append([f"`{model}`" + (f", {label}" if model in CONVERTED else ""), found["groups"], *cells])
-    counts = list(results["before"]["gka"]["sequences"])
-    head = [f"{what}, {count}" for count in counts for what in ("metadata", "a layer")]
-    launches = {
-        label: [sum(results[label]["launches"][batch][kind] for kind in ("operators", "kernels")) for batch in BATCHES]
-        for label in ("before", "after")
-    }
-    return (
-        markdown_table(["", "groups", *head], rows)
-        + '\n\nMicroseconds of processor time in one step that decodes 1, 16 or 64 sequences; "a layer": of memory,'
-        " in `llama` of attention. A tiny model without graphs on one thread of a busy CPU, so compare rows only."
-        f" Launches of one GKA layer for a new prompt: {launches['before'][0]} before, {launches['after'][0]} after;"
-        f" for a prompt that goes on, {launches['before'][1]} and {launches['after'][1]}.\n\n"
-        f"vLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}."
-    )
 
 
 def serving_prefix() -> str:

@@ -89,12 +89,13 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
     assert f"| gka | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
 
 
-def test_seeds_of_an_arm_share_a_line(args):
+def test_seeds_of_an_arm_share_a_line_and_lengths_that_the_teacher_fails_are_left_out(args):
     teacher = {"choice": {"trace": [{"layer": None, "loss": 2.0, "kl": 1.0}]}}
     common = {
         "same_texts": 1.0,
         "generated_answers": 0.5,
-        "fact_96_choice": 0.7,
+        "fact_96_choice": 0.9,
+        "fact_99_choice": 0.7,
         "tokens": 32,
         "align": 1,
         "distill": 1,
@@ -103,6 +104,6 @@ def test_seeds_of_an_arm_share_a_line(args):
     rows = [common | teacher | {"arm": "teacher"}]
     for keep, ratio in (([0], 1.5), ([], 1.1), ([], 1.3)):
         rows.append(common | {"keep": keep, "domain_ppl_ratio": ratio})
-    results = {"rows": rows, "settings": {"lengths": [96], "window": 4}, "environment": ENVIRONMENT}
+    results = {"rows": rows, "settings": {"lengths": [96, 99], "window": 4}, "environment": ENVIRONMENT}
     table = arms_report.table(results)
-    assert "| 1.100 to 1.300 | 50 | 70* |" in table and "| 1.500 | 50 | 70* |" in table
+    assert "| 1.100 to 1.300 | 50 | 90 |\n" in table and "| 1.500 | 50 | 90 |\n" in table

@@ -28,12 +28,16 @@ def test_every_rule_is_measured(rows):
     assert {row["student"]["niah"]["teacher"]["48"]["answers"] for row in rows} == {10}
 
 
+def cells_of(line):
+    return line.strip("| ").split(" | ")
+
+
 def test_the_table_has_a_row_for_each_choice(rows):
     settings, environment = {"lengths": [48], "window": 4}, {"hardware": "a", "commit": "b"}
     lines = kept_layers.table({"rows": rows, "settings": settings, "environment": environment}).splitlines()
     for row in rows:
-        cells = next(line for line in lines if f"| {row['rule']} |" in line)
-        assert f"{row['student']['text']['kl']:.4f}" in cells
+        cells = next(cells for cells in map(cells_of, lines) if row["rule"] in cells[0].split("; "))
+        assert cells[1:3] == [str(row["keep"][0]), f"{row['student']['text']['kl']:.4f}"]
 
 
 def test_starts_of_long_memories_are_compared_with_the_former_ones(tmp_path):

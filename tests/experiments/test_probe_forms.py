@@ -23,6 +23,7 @@ def test_the_teacher_answers_in_every_form():
         "rows": [found[0] | {"choice": 1.0}, found[1] | {"exact": 0.2}],
         "environment": {"hardware": "a", "commit": "b"},
     }
-    results["settings"] = {"lengths": [160, 320], "samples": 1}
-    lines = probe_forms.table(results).splitlines()
-    assert lines[2].startswith("| six sentences | text | 100 (") and "20* (" in lines[3] and lines[3].endswith("|  |")
+    results["settings"] = {"lengths": [160, 320], "samples": 1, "ways": ["text", "question"]}
+    line = probe_forms.table(results).splitlines()[2]
+    text, question = (f"{100 * row['choice']:.0f} / {100 * row['exact']:.0f}" for row in results["rows"])
+    assert line == f"| six sentences | {text} | {question} |  |  |" and text.startswith("100") and "20" in question

@@ -19,47 +19,41 @@ def table(results: dict) -> str:
     """The tables, and below them how the kept layers were chosen."""
     teacher, *students = finished(results)
     counts = sorted({len(row["keep"]) for row in students}, reverse=True)
-    parts = [_of_kept([row for row in students if len(row["keep"]) == count], teacher, results) for count in counts]
-    answers = students[0]["recall"][0]["answers"]
+    lengths = [n for n in results["settings"]["lengths"] if teacher[f"{PROBE}_{n}_choice"] >= LEAST_OF_TEACHER]
+    parts = [_of_kept([row for row in students if len(row["keep"]) == count], teacher, lengths) for count in counts]
+    usual = min(students, key=lambda row: row["tokens"])
+    several = len({row.get("seed") for row in students}) > 1
     parts.append(
-        "KL and ratio of perplexities: on held-out text and on the domain. Answers: generated, at 1,024 tokens."
-        f" `{PROBE}` by length: choice in percent, of {answers} answers; a star: the teacher itself is below"
-        f" {100 * LEAST_OF_TEACHER:.0f} %, so this does not count. Several seeds: smallest and largest."
-        f" {_choice(teacher, results['settings'])} {measured_at(results)}."
+        f"KL and ratio of perplexities: on held-out text and on the domain, after {usual['align']} steps of align and"
+        f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Answers: generated, at 1,024 tokens."
+        f" `{PROBE}`: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
+        f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
+        f"{_choice(teacher, results['settings'])} {measured_at(results)}."
     )
     return "\n\n".join(parts)
 
 
-def _of_kept(students: list[dict], teacher: dict, results: dict) -> str:
+def _of_kept(students: list[dict], teacher: dict, lengths: list[int]) -> str:
     """The table of the students with one number of kept layers, and which layers these are."""
-    lengths, groups = results["settings"]["lengths"], {}
+    groups: dict[tuple, list[dict]] = {}
     for row in students:
         groups.setdefault((row["arm"], row["tokens"]), []).append(row)
     usual = min(tokens for _, tokens in groups)
-    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], lengths, teacher)]]
+    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], lengths)]]
     for (arm, tokens), rows in groups.items():
         name = arm if tokens == usual else f"{arm}, {tokens / 1e6:.1f}M tokens"
         name = name if len(rows) == 1 else f"{name}, {len(rows)} seeds"
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
-        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, lengths, teacher)])
+        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, lengths)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
-    head = (title, *HEAD, *(f"`{PROBE}`, {length:,}" for length in lengths))
-    steps = next(row for row in students if row["tokens"] == usual)
-    return (
-        f"{markdown_table(head, lines, figures=True)}\n\nSteps of align and distill: {steps['align']} and"
-        f" {steps['distill']}, {usual / 1e6:.1f}M tokens."
-    )
+    return markdown_table((title, *HEAD, *(f"`{PROBE}`, {n:,}" for n in lengths)), lines, figures=True)
 
 
-def _shares(rows: list[dict], lengths: list[int], teacher: dict) -> list[str]:
+def _shares(rows: list[dict], lengths: list[int]) -> list[str]:
     """The generated answers, and the choice by length."""
-    cells = [_span([f"{100 * row['generated_answers']:.0f}" for row in rows])]
-    for length in lengths:
-        name = f"{PROBE}_{length}_choice"
-        star = "" if teacher[name] >= LEAST_OF_TEACHER else "*"
-        cells.append(_span([f"{100 * row[name]:.0f}" for row in rows]) + star)
-    return cells
+    names = ("generated_answers", *(f"{PROBE}_{length}_choice" for length in lengths))
+    return [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in names]
 
 
 def _span(values: list[str]) -> str:

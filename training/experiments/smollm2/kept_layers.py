@@ -110,17 +110,22 @@ def figures_of(student, args) -> dict:
 
 
 def table(results: dict) -> str:
-    """One line per rule and number of layers."""
+    """One line per number of layers and choice of layers, with the rules that made it."""
     settings = results["settings"]
     tasks = settings.get("tasks", ["niah", "mqar"])
     names = [{"niah": "needle", "mqar": "pairs"}.get(task, task) for task in tasks]
-    head, lines = ["kept", "choice", "layers", "KL", "perplexity", "domain", *names], []
+    head, lines, rules = ["choice", "layers", "KL", "perplexity", "domain", *names], [], {}
+    for row in results["rows"]:
+        rules.setdefault((row["count"], *row["keep"]), []).append(row["rule"])
     for row in sorted(results["rows"], key=lambda row: row["count"]):
+        same = rules[row["count"], *row["keep"]]
+        if row["rule"] != same[0]:
+            continue
         found = row["student"]
         domain = f"{found['domain']['ppl_ratio']:.3f}" if "domain" in found else ""
         recalled = [" ".join(f"{s['choice']:.0%}" for s in found[t]["student"].values()) for t in tasks]
         figures = [f"{found['text']['kl']:.4f}", f"{found['text']['ppl_ratio']:.3f}", domain, *recalled]
-        lines.append([row["count"], row["rule"], ", ".join(map(str, row["keep"])), *figures])
+        lines.append(["; ".join(same), ", ".join(map(str, row["keep"])), *figures])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nAll other layers read {settings['window']} tokens; no"

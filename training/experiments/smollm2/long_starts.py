@@ -97,25 +97,33 @@ def errors_of(student, layers: dict) -> list[float]:
 
 
 def table(results: dict) -> str:
-    """One line per row: mean error over layers, the largest one, and the former mean."""
-    lines = []
+    """A table of mixers by half-lives, and one of windows by size and first tokens; former errors in brackets."""
+    of_mixers, largest, of_windows = {}, {}, []
     for row in results["rows"]:
         errors, former = row["errors_at_start"], row.get("former_errors")
-        before = "" if former is None else f"{sum(former) / len(former):.2f}"
-        lines.append([row["mixer"], _memory_of(row), before, f"{sum(errors) / len(errors):.3f}", f"{max(errors):.2f}"])
-    head = ["mixer", "half-lives, or size", "former mean", "mean error", "largest"]
+        mean = f"{sum(errors) / len(errors):.3f}"
+        if "window" in row:
+            of_windows.append([row["window"], row["sinks"], mean, f"{max(errors):.2f}"])
+            continue
+        before = "" if former is None else f" ({sum(former) / len(former):.2f})"
+        of_mixers.setdefault(row["mixer"], {})[str(row["half_lives"])] = mean + before
+        largest[row["mixer"]] = max(largest.get(row["mixer"], 0), *errors)
+    lines = [
+        [mixer, *(cells.get(str(lives), "") for lives in HALF_LIVES), f"{largest[mixer]:.2f}"]
+        for mixer, cells in of_mixers.items()
+    ]
     every, tokens, length = (results["settings"][name] for name in ("every", "measured_tokens", "length"))
     which = "All" if every == 1 else f"Every {every}th of the"
-    note = f"{which} layers, {tokens} tokens in rows of {length}; {measured_at(results)}."
-    return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
+    note = f"{which} layers, {tokens} tokens in rows of {length}; largest: of a layer; {measured_at(results)}."
+    head = ["mean error; half-lives:", *map(_lives_text, HALF_LIVES), "largest"]
+    windows = markdown_table(["tokens of a window", "first tokens", "mean error", "largest"], of_windows, figures=True)
+    return f"{markdown_table(head, lines, figures=True)}\n\n{windows}\n\n{note}"
 
 
-def _memory_of(row: dict) -> str:
-    if "window" in row:
-        return f"{row['window']} tokens" + (f", {row['sinks']} sinks" if row["sinks"] else "")
-    if row["half_lives"] is None:
+def _lives_text(lives: list[int] | None) -> str:
+    if lives is None:
         return "its own"
-    low, high = row["half_lives"]
+    low, high = lives
     return str(low) if low == high else f"{low} to {high}"
 
 

@@ -139,10 +139,9 @@ def table(results: dict) -> str:
             f"{row['seconds']:.0f}",
             f"{row['cpu_seconds']:.0f}" if "cpu_seconds" in row else "",
         ]
-        + [" ".join(row["output"]).replace("|", "\\|")[:110]]
         for row in results["rows"]
     ]
-    head = ["step", "command", "seconds", "of a CPU", "output begins"]
+    head = ["step", "command", "seconds", "of a CPU"]
     return f"{markdown_table(head, rows)}\n\n{results['model']}; one thread; {measured_at(results)}."
 
 

@@ -21,7 +21,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes import Material
-from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER, wilson
+from hf_memmix.training.evaluation.probes.counted import wilson
 from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.evaluation.probes.tasks import CODE, SENTENCES, THINGS, Form, pairs_of
@@ -77,29 +77,23 @@ _loaded: dict = {}
 
 
 def table(results: dict) -> str:
-    """One line per form and way, one column per length."""
-    lengths, lines, settings = {}, [], results["settings"]
+    """One line per form, one column per length and way."""
+    settings, forms, widths = results["settings"], {}, []
     for row in results["rows"]:
-        lengths.setdefault((row["form"], row["way"]), {})[row["length"]] = row
-    for (form, way), cells in lengths.items():
-        lines.append([form, way, *(_text(cells.get(length)) for length in settings["lengths"])])
-    answers = settings["samples"] * len(DEPTHS)
+        forms.setdefault(row["form"], {})[row["length"], row["way"]] = _text(row)
+        widths += [high - low for low, high in (row.get(f"{m}_interval", (0, 0)) for m in ("choice", "exact"))]
+    columns = [(length, way) for length in settings["lengths"] for way in settings["ways"]]
+    lines = [[form, *(cells.get(column, "") for column in columns)] for form, cells in forms.items()]
     note = (
-        f"The teacher's choice / exact in percent, with intervals of 95 %, by length, of {answers} answers each. A"
-        f" star: below {LEAST_OF_TEACHER:.0%}. {measured_at(results)}."
+        f"The teacher's choice / exact in percent, by length, of {settings['samples'] * len(DEPTHS)} answers each; an"
+        f" interval of 95 % is at most {100 * max(widths):.0f} points wide. {measured_at(results)}."
     )
-    return f"{markdown_table(['form', 'asked as', *map(str, settings['lengths'])], lines)}\n\n{note}"
+    head = ["form", *(f"{length:,}, {way}" for length, way in columns)]
+    return f"{markdown_table(head, lines)}\n\n{note}"
 
 
-def _text(row: dict | None) -> str:
-    if row is None or "choice" not in row:
-        return ""
-    parts = []
-    for measure in ("choice", "exact"):
-        low, high = (100 * bound for bound in row[f"{measure}_interval"])
-        star = "*" if row[measure] < LEAST_OF_TEACHER else ""
-        parts.append(f"{100 * row[measure]:.0f}{star} ({low:.0f}-{high:.0f})")
-    return " / ".join(parts)
+def _text(row: dict) -> str:
+    return f"{100 * row['choice']:.0f} / {100 * row['exact']:.0f}" if "choice" in row else ""
 
 
 class Settings(Options):

@@ -68,7 +68,7 @@ def over_lanes(x):
 
 @triton.jit
 def over_slots(x, WARPS: tl.constexpr, LANES: tl.constexpr):
-    """Sum a tile over its slots: [D1, D2]. LANES lanes and WARPS warps hold different slots (README, "One trip")."""
+    """Sum a tile over its slots: [D1, D2]. LANES lanes and WARPS warps hold different slots."""
     D1: tl.constexpr = x.shape[1]
     D2: tl.constexpr = x.shape[2]
     x = tl.reshape(x, [x.shape[0] // (WARPS * LANES), WARPS, LANES, D1, D2])

@@ -361,6 +361,11 @@ def test_speed_scales_with_parameters_mixers_and_gpus(monkeypatch):
     assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048).measured_run == "d"
     assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048, gpus=2).measured_run == "a"
     assert speed.speed_of("full", 1e9, {"gka": 2}, True, 2048).measured_run == "b"
+    rows.append(rows[3] | {"run": "e", "tokens_s": 2400, "compiled": True})
+    assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048).measured_run == "d"
+    for checkpointing, gpus, tokens_s in ((False, 1, 2400), (True, 1, None), (False, 2, None)):
+        found = speed.speed_of("full", 1e9, {"gka": 2}, checkpointing, 2048, gpus, compiled=True)
+        assert getattr(found, "tokens_s", None) == tokens_s
     rows.append(rows[0] | {"kind": "align --stream"})
     for more, share in (({}, 0.9), ({"two_gpus_stream": 0.95}, 0.95)):
         data.update(more)
@@ -403,10 +408,15 @@ def test_plan_prints_every_stage_and_the_measured_runs(folder):
     assert hours == ["not measured", "below 0.01", "0.021", "1.3", "1,234"]
 
 
-def test_plan_takes_the_teachers_limit_if_it_is_short(tmp_path):
+def test_plan_takes_the_teachers_limit_and_knows_compiled_runs(tmp_path):
     LlamaConfig(**SIZES, max_position_embeddings=512, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    record = result_of(memmix("plan", "--teacher", tmp_path, "--gpu-memory", "24GiB", "--json"))
+    record = result_of(memmix("plan", "--teacher", tmp_path, "--gpu-memory", "24GiB", "--tokens", "100B", "--json"))
     assert record["length"] == 512 and all(row["recipe"]["block_size"] == 512 for row in record["stages"])
+    compiled = {
+        row["stage"]: (row["compiled_hours"], row["hours"]) for row in record["stages"] if row["compiled_hours"]
+    }
+    assert compiled.keys() >= {"align", "distill, all weights"} and "distill, QLoRA" not in compiled
+    assert all(hours < other for hours, other in compiled.values())
 
 
 def test_plan_takes_layers_and_options_as_convert_does(folder):

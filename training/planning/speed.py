@@ -4,7 +4,8 @@
 measurements. The time per token of another model is that of the nearest measured size, times the ratio of
 the parameters; of another mixer, times the ratio of its measured training step to that of gka. A run with gradient
 checkpointing is compared with one that has it, if there is one, and otherwise takes a third more: one more forward.
-A run whose steps can be recorded as a CUDA graph is compared with a recorded one, if there is one of its size.
+A run whose steps can be recorded as a CUDA graph is compared with a recorded one, if there is one of its size. A run
+with `compile: true` is compared with such runs only; all of them were recorded.
 Of several such runs, that with the nearest number of tokens in a forward counts: few tokens leave a GPU idle.
 """
 
@@ -36,7 +37,13 @@ class Speed:
 
 
 def speed_of(
-    kind: str, parameters: int, mixers: dict[str, int], checkpointing: bool, tokens: int, gpus: int = 1
+    kind: str,
+    parameters: int,
+    mixers: dict[str, int],
+    checkpointing: bool,
+    tokens: int,
+    gpus: int = 1,
+    compiled: bool = False,
 ) -> Speed | None:
     """The speed of a stage; None if no run of this kind was measured.
 
@@ -45,13 +52,13 @@ def speed_of(
         parameters: of the teacher, with which one token computes.
         mixers: number of layers by mixer.
         tokens: of one forward on one GPU.
+        compiled: whether the recipe sets `compile: true`.
     """
     data = measured()
-    rows = [row for row in data["rows"] if row["kind"] == kind]
-    if not rows:
-        return None
-
+    rows = [row for row in data["rows"] if row["kind"] == kind and row.get("compiled", False) == compiled]
     recorded = gpus == 1 and not checkpointing
+    if not rows or (compiled and not recorded):
+        return None
 
     def distance(row: dict) -> tuple[float, bool, bool, float]:
         size = abs(math.log(row["parameters"] / parameters))

@@ -49,6 +49,7 @@ class Stage:
         tokens_s, hours: estimated speed of all GPUs and time; None if nothing like it was measured, or if it does not
             fit.
         measured_run: the measured run from which they were computed; `larger`: its parameters over the teacher's.
+        compiled_hours: the time with `compile: true`, as `hours`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Stage:
     hours: float | None = None
     measured_run: str | None = None
     larger: float | None = None
+    compiled_hours: float | None = None
 
     def record(self) -> dict:
         """JSON values; `recipe` has the fields of the recipe that differ from its defaults."""
@@ -76,6 +78,7 @@ class Stage:
             "need": round(self.need),
             "tokens_s": None if self.tokens_s is None else round(self.tokens_s),
             "hours": None if self.hours is None else round(self.hours, 4),
+            "compiled_hours": None if self.compiled_hours is None else round(self.compiled_hours, 4),
             "measured_run": self.measured_run,
             "larger": None if self.larger is None else round(self.larger, 2),
         }
@@ -133,8 +136,10 @@ def _stage(name: str, kind: str, base: Settings, shapes: Shapes, budget: int, to
             break
     else:
         return least
-    speed = speed_of(kind, shapes.active, shapes.kinds, settings.checkpointing, settings.tokens, settings.gpus)
+    run = kind, shapes.active, shapes.kinds, settings.checkpointing, settings.tokens, settings.gpus
+    speed, compiled = speed_of(*run), speed_of(*run, compiled=True)
     known = {} if speed is None else asdict(speed) | {"hours": tokens / speed.tokens_s / 3600}
+    known |= {} if compiled is None else {"compiled_hours": tokens / compiled.tokens_s / 3600}
     return Stage(name, True, settings, memory, need_of(memory), **known)
 
 

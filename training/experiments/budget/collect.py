@@ -16,32 +16,35 @@ from hf_memmix.training.planning.speed import MEASURED
 # `logit_bytes` of the runs that do not name them: the loss also held five tensors in fp32, as without Triton
 EARLIER_LOGIT_BYTES = 2 * 2 + 5 * 4
 TRAIN = (8, 2048)  # sequences and tokens of the training step with which mixers are compared
-# runs of levers_h100.json: kind, shape, rows and length, whether its steps were recorded, name of the row there
+# runs of the files levers*_h100.json: kind, shape, rows and length, name of the row there
 SMALL_ROWS, LARGE_ROWS = (16, 1024), (4, 2048)
-LEVERS = {
-    "135M full, CUDA graph": ("full", "135M", SMALL_ROWS, True, "135M distill through the Trainer, graph"),
-    "135M align, CUDA graph": ("align", "135M", SMALL_ROWS, True, "135M align through the Trainer, graph"),
-    "135M full": ("full", "135M", SMALL_ROWS, False, "135M distill, 0 kept : fused"),
+EAGER = {
+    "135M full": ("full", "135M", SMALL_ROWS, "135M distill, 0 kept : fused"),
     # the older loss is that of distill only
-    "135M align": ("align", "135M", SMALL_ROWS, False, "135M align, 0 kept : old"),
-    "1B full, CUDA graph": ("full", "1.2B", LARGE_ROWS, True, "1.2B distill, 0 kept : fused graph"),
-    "1B align, CUDA graph": ("align", "1.2B", LARGE_ROWS, True, "1.2B align, 0 kept : fused graph"),
+    "135M align": ("align", "135M", SMALL_ROWS, "135M align, 0 kept : old"),
+}
+# their steps were recorded as CUDA graphs; with `compile: true` their names end in "compile"
+RECORDED = {
+    "135M full": ("full", "135M", SMALL_ROWS, "135M distill, 0 kept, gka: Trainer, graph"),
+    "135M align": ("align", "135M", SMALL_ROWS, "135M align, 0 kept, gka: Trainer, graph"),
+    "1B full": ("full", "1.2B", LARGE_ROWS, "1.2B distill, 0 kept, gka: Trainer, graph"),
+    "1B align": ("align", "1.2B", LARGE_ROWS, "1.2B align, 0 kept, gka: Trainer, graph"),
 }
 
 
 def collect() -> dict:
     """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens` of a forward, `tokens_s`,
-    `graph` if its steps were recorded, and perhaps `bytes`, `reserved` and `predicted_bytes`, which are computed anew:
-    PyTorch does not count the memory of a graph), `mixers` (milliseconds of a training step by
-    mixer), `two_gpus` (the share of twice the speed of one GPU that two reach in `distill`), `two_gpus_stream` (the
-    same in `align --stream`, if it was measured) and `gpu`.
+    `graph` if its steps were recorded, `compiled` if its layers were compiled too, and perhaps `bytes`, `reserved` and
+    `predicted_bytes`, which are computed anew: PyTorch does not count the memory of a graph), `mixers` (milliseconds
+    of a training step by mixer), `two_gpus` (the share of twice the speed of one GPU that two reach in `distill`),
+    `two_gpus_stream` (the same in `align --stream`, if it was measured) and `gpu`.
     """
     steps = [row for row in read("model_h200") if row["phase"] == "train" and not row["compiled"]]
     launches = read("multi_gpu")["launches"]
     speeds = [launches[name]["stages"]["distill"]["tokens_per_second"] for name in ("1b_ddp", "1b_single")]
     rows, streamed, found = [], {}, read("streaming_align")
     rows += [_row(row) for row in read("training_h200")["rows"] if "error" not in row]
-    rows += [_streamed(found["run"]), *_levers(read("levers_h100"))]
+    rows += [_streamed(found["run"]), *_levers(read("levers_h100"), read("levers_product_h100"))]
     pair = found.get("shape_processes")
     if pair is not None and pair["gpus"] == 2:
         streamed = {"two_gpus_stream": round(min(1.0, pair["speedup"] / 2), 3)}
@@ -82,15 +85,23 @@ def _streamed(run: dict) -> dict:
     return _measured("8B align --stream", "8.0B", "align --stream", settings, speed, run["peak_memory"])
 
 
-def _levers(results: dict) -> list[dict]:
-    """The runs `LEVERS`."""
-    rows, found = {row["row"]: row for row in results["rows"]}, []
-    for run, (kind, shape, (count, length), graph, name) in LEVERS.items():
-        settings = Settings("align" if kind == "align" else "distill", rows=count, length=length)
-        peak = {} if graph else {"allocated": round(rows[name]["peak_gib"] * 2**30)}
-        row = _measured(f"{run}, H100", shape, kind, settings, rows[name]["tokens_s"], peak)
-        found.append(row | ({"graph": True} if graph else {}))
+def _levers(bare: dict, product: dict) -> list[dict]:
+    """The runs `EAGER` of bare steps, and `RECORDED`, whose steps the Trainer made."""
+    eager, trainer = ({row["row"]: row for row in results["rows"]} for results in (bare, product))
+    found = []
+    for run, (kind, shape, size, name) in EAGER.items():
+        peak = {"allocated": round(eager[name]["peak_gib"] * 2**30)}
+        found.append(_lever(f"{run}, H100", shape, kind, size, eager[name], peak))
+    for more, suffix, marks in ((", CUDA graph", "", {}), (", CUDA graph, compiled", ", compile", {"compiled": True})):
+        for run, (kind, shape, size, name) in RECORDED.items():
+            row = _lever(f"{run}{more}, H100", shape, kind, size, trainer[name + suffix], {})
+            found.append(row | {"graph": True} | marks)
     return found
+
+
+def _lever(run: str, shape: str, kind: str, size: tuple[int, int], row: dict, peak: dict) -> dict:
+    settings = Settings("align" if kind == "align" else "distill", rows=size[0], length=size[1])
+    return _measured(run, shape, kind, settings, row["tokens_s"], peak)
 
 
 def _measured(run: str, shape: str, kind: str, settings: Settings, speed: float, peak: dict) -> dict:

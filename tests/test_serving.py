@@ -19,6 +19,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.backbones import BACKBONES
 from hf_memmix.commands import serve
 from hf_memmix.serving import capacity as capacities
+from hf_memmix.serving import state_store
 from hf_memmix.serving.families import refusal_of_serving
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.serving.state_store import KEYS, STATES, StateStore, identity, prefix_names
@@ -317,6 +318,34 @@ def test_models_share_the_space(tmp_path):
     room = StateStore(tmp_path, new.folder.name, 1500).make_room()
     assert (room.files, room.models, room.deleted) == (1, 1, 1) and not old.folder.exists()
     assert old.write(STATES, "y", 0, states) and old.has(STATES, "y", 1)
+
+
+def test_the_folder_of_states_is_read_now_and_then(tmp_path, monkeypatch):
+    """Not after every file; but when much was written, when the space is used up, and for what other servers wrote."""
+    reads, now, scan = [], [0.0], StateStore.make_room
+    monkeypatch.setattr(StateStore, "make_room", lambda store: reads.append(store) or scan(store))
+    monkeypatch.setattr(state_store.time, "monotonic", lambda: now[0])
+    states = {"layer": torch.arange(250.0)}
+    ours, theirs = (StateStore(tmp_path, name * 32, 200_000) for name in "ab")
+    size = ours.write(STATES, "first", 0, states)
+    rooms = [ours.keep_room()]
+    share, count = 200_000 // state_store.SHARE // size, 200_000 // size
+    for i in range(share):
+        ours.write(STATES, f"some{i}", 0, states)
+        rooms.append(ours.keep_room())
+    assert len(reads) == 1 and [room.files for room in rooms] == [*range(1, share + 2)]
+    assert [room.bytes for room in rooms] == [size * room.files for room in rooms]
+    for i in range(count):
+        theirs.write(STATES, f"other{i}", 0, states)
+    assert ours.keep_room().files == share + 1
+    now[0] += state_store.READ_AGAIN + 1
+    room = ours.keep_room()
+    assert room.deleted and room.bytes <= 200_000 and len(reads) == 2
+    for i in range(count):
+        ours.write(STATES, f"more{i}", 0, states)
+        assert ours.keep_room().bytes <= 200_000
+    files = list(tmp_path.glob("*/*.safetensors"))
+    assert len(reads) - 2 <= count / share and sum(path.stat().st_size for path in files) <= 200_000
 
 
 def test_what_else_is_in_the_folder_of_states_stays(tmp_path):

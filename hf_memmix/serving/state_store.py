@@ -10,6 +10,7 @@ another version have other folders. Files are written as a whole or not at all.
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -29,6 +30,8 @@ STATES, KEYS = "states", "keys"
 SUFFIX, PART = ".safetensors", ".part"
 MODEL = "[0-9a-f]" * 32  # the names of `identity`: other folders beside them belong to somebody else
 LONGEST_WRITE = 3600  # seconds; an older part belongs to no server
+READ_AGAIN = 60  # seconds: until then, what other servers write is not seen
+SHARE = 64  # of the space, a server writes one part before it reads the folder again
 _SAMPLE = 4096  # bytes: at the beginning, the middle and the end of each tensor of the weights
 
 
@@ -60,12 +63,15 @@ class StateStore:
         root: the folder; made if it is missing.
         model: the name of the model's folder in it, see `identity`.
         most_bytes: of the files of all models together; those that were not used for longest are deleted. So a model
-            whose weights, options or versions have changed makes room for the others.
+            whose weights, options or versions have changed makes room for the others. Several servers that write at a
+            time may exceed it by one part in 64 each.
     """
 
     def __init__(self, root: Path, model: str, most_bytes: int):
         self.root, self.folder, self.most_bytes = root, root / model, most_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
+        # what the folder held when it was read, and this server's files since then
+        self._read_at, self._room, self._written = -math.inf, None, []
 
     def has(self, kind: str, name: str, ranks: int) -> bool:
         """Whether all ranks have written this file."""
@@ -115,12 +121,27 @@ class StateStore:
             raise OSError(str(error)) from error
         finally:
             Path(part).unlink(missing_ok=True)
+        self._written.append(size)
         return size
 
-    def make_room(self) -> Room:
-        """Delete the files that were not used for longest, until the others fit; what killed servers left; and the
-        folders of models that have no files. What is not named as a model's folder is left alone.
+    def keep_room(self) -> Room:
+        """`make_room`, if a minute has passed since the last one or this server has written much.
+
+        A folder may have millions of files, which cannot be looked at after every step.
         """
+        written, known = sum(self._written), self._room
+        if known is None or time.monotonic() > self._read_at + READ_AGAIN:
+            return self.make_room()
+        if written > min(self.most_bytes // SHARE, self.most_bytes - known.bytes):
+            return self.make_room()
+        return known._replace(bytes=known.bytes + written, files=known.files + len(self._written), deleted=0)
+
+    def make_room(self) -> Room:
+        """Read the whole folder. If its files do not fit, delete those that were not used for longest, until there is
+        room for some more; what killed servers left; and the folders of models that have no files. What is not named
+        as a model's folder is left alone.
+        """
+        self._read_at, self._written = time.monotonic(), []
         for path in self.root.glob(f"{MODEL}/*{PART}"):
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - LONGEST_WRITE:
@@ -133,8 +154,9 @@ class StateStore:
                 continue
             found.append((status.st_mtime, status.st_size, path))
         total, kept = sum(size for _, size, _ in found), []
+        wanted = total if total <= self.most_bytes else self.most_bytes - self.most_bytes // SHARE
         for _, size, path in sorted(found):
-            if total > self.most_bytes:
+            if total > wanted:
                 with suppress(OSError):  # the folder may belong to another user
                     path.unlink(missing_ok=True)
                     total -= size
@@ -144,7 +166,8 @@ class StateStore:
             if folder not in (*kept, self.folder):
                 with suppress(OSError):  # there are other files in it
                     folder.rmdir()
-        return Room(total, len(kept), len(set(kept)), len(found) - len(kept), self.most_bytes)
+        self._room = Room(total, len(kept), len(set(kept)), len(found) - len(kept), self.most_bytes)
+        return self._room
 
     def _path(self, kind: str, name: str, rank: int) -> Path:
         return self.folder / f"{name}.{kind}.{rank}{SUFFIX}"

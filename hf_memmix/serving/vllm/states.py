@@ -222,7 +222,7 @@ class MemMixStates(KVConnectorBase_V1, SupportsHMA):
                         contents = self._contents(kind, prefix, i)
                         written += self.store.write(kind, prefix.names[i], self.rank, contents)
             if written:
-                room = self.store.make_room()
+                room = self.store.keep_room()
                 self.stats.add("written_bytes", written)
                 self.stats.data[DISK] = room.bytes
                 if room.deleted:

@@ -7,11 +7,9 @@ from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import (
     error_note,
-    groups,
     mean_text,
     probe_cells,
     probe_titles,
-    tokens_of,
 )
 
 # what differs from the recipe of the first student, by the names of the records
@@ -32,17 +30,10 @@ def name_of(name: str, run: dict) -> str:
 
 
 def raised_table(runs: dict[str, dict], grid: dict) -> str:
-    """One line per student of `raised.py`, with its tokens, below the teacher and the same layout in the grid."""
+    """One line per student of `raised.py`, with its tokens, below the teacher."""
     head = ["student", "state", "tokens, millions", "perplexity ratio", "KL", *probe_titles()]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
     lines = [["teacher", "grows", "", "1", "0", *probe_cells(teacher)]] if teacher else []
-    for layout in dict.fromkeys(run["settings"]["layout"] for run in runs.values()):
-        if rows := groups(grid).get((0, "uniform", layout)):
-            figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
-            state = bytes_text(rows[0]["state_bytes"])
-            lines.append(
-                [f"{layout}, of the grid", state, f"{tokens_of(grid) / 1e6:.1f}", *figures, *probe_cells(rows)]
-            )
     for name, run in runs.items():
         figures = [mean_text([run], key) for key in ("heldout_ppl_ratio", "heldout_kl")]
         state, read = bytes_text(run["state_bytes"]), f"{tokens_read(run) / 1e6:.1f}"

@@ -9,35 +9,18 @@ from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
-WINDOW = {"window": "W"}  # attention over the last tokens: a control, no mixer
 SHOWN = (("niah", 1024), ("niah", 2048), ("variables", 1024), ("mqar_32", 1024), ("mqar_32", 2048), ("mqar", 1024))
-MOST_KEPT = 3  # kept layers of the students in the table; the picture has those with more
-MIXED = {  # layouts of several mixers, and the layouts of one kind that they are compared with
-    "select, bytes of gka": ("gka",),
-    "select, bytes of lattice": ("lattice", "window-64"),
-    "echo": ("mamba2", "ska"),
-}
+MOST_KEPT = 3  # kept layers of the students in the table; the picture has more, and layers that are spread evenly
 
 
 def teacher_section(results: dict) -> str:
-    """The teacher's recall by length, its gate, its losses and how much its context counts."""
-    gate = results["gate"]
-    verdicts = [
-        f"{PROBES[task][2]} {100 * part['exact']:.1f} % of at least {100 * part['least']:.0f} %"
-        for task, part in gate.items()
-        if isinstance(part, dict)
-    ]
-    contexts = [[text, *(f"{row['loss']:.3f}" for row in rows)] for text, rows in results["context_use"].items()]
-    head = [f"after {row['context']} tokens" for row in next(iter(results["context_use"].values()))]
-    return "\n\n".join(
-        [
-            recall_by_length(results["recall"]),
-            f"Gate at {GATE_LENGTH} tokens: {'; '.join(verdicts)}: {'passed' if gate['passed'] else 'not passed'}.",
-            markdown_table(["loss, nats per token", *head], contexts, figures=True),
-            f"{results['parameters'] / 1e6:.1f}M parameters, {results['tokens'] / 1e6:.0f}M tokens in"
-            f" {results['training_seconds']:.0f} s. {results['environment']['hardware']},"
-            f" commit {results['environment']['commit']}.",
-        ]
+    """The teacher's recall by length, and its gate."""
+    return (
+        f"{recall_by_length(results['recall'])}\n\n"
+        f"Gate at {GATE_LENGTH} tokens: {'passed' if results['gate']['passed'] else 'not passed'}."
+        f" {results['parameters'] / 1e6:.1f}M parameters, {results['tokens'] / 1e6:.0f}M tokens in"
+        f" {results['training_seconds']:.0f} s. {results['environment']['hardware']},"
+        f" commit {results['environment']['commit']}."
     )
 
 
@@ -68,7 +51,7 @@ def share_text(rows: list[dict], task: str, length: int) -> str:
 
 def letters_of(rows: list[dict]) -> str:
     """The mixers of the layers as letters, of each seed if the seeds differ."""
-    return ", ".join(dict.fromkeys("".join((LETTERS | WINDOW)[kind] for kind in row["types"]) for row in rows))
+    return ", ".join(dict.fromkeys("".join(LETTERS[kind] for kind in row["types"]) for row in rows))
 
 
 def largest_error(students: list[dict]) -> str:
@@ -112,51 +95,24 @@ def mean_text(rows: list[dict], key: str) -> str:
 
 
 def table(results: dict) -> str:
-    """One line per student: quality on held-out text, and recall by length."""
-    head = ["kept", "layers", "mixer", "state", "perplexity ratio", "KL", *probe_titles()]
+    """One line per student without kept layers or with chosen ones: quality on held-out text, and recall by length."""
+    head = ["kept", "mixer", "state", "perplexity ratio", "KL", *probe_titles()]
     lines = []
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     if teacher:
-        lines.append(["all", "", "teacher", "grows", "1", "0", *probe_cells(teacher)])
+        lines.append(["all", "teacher", "grows", "1", "0", *probe_cells(teacher)])
     for (keep, how, name), rows in groups(results).items():
-        if keep > MOST_KEPT:
+        if keep > MOST_KEPT or (keep and how == "uniform"):
             continue
-        layers = letters_of(rows) if how == "mixture" else how if keep else ""
+        name += f": {letters_of(rows)}" if how == "mixture" else ""
         figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
         state = bytes_text(rows[0]["state_bytes"])
-        lines.append([str(keep), layers, name, state, *figures, *probe_cells(rows)])
+        lines.append([str(keep), name, state, *figures, *probe_cells(rows)])
     failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
     notes = [f"{row.get('layout')}, {row['stage']}: {row.get('error', 'the loss is not finite')}" for row in failed]
     if any(how == "mixture" for _, how, _ in groups(results)):
         notes.insert(0, f"Layers of a mixture: {', '.join(f'{letter} {name}' for name, letter in LETTERS.items())}.")
     return "\n\n".join([markdown_table(head, lines), *notes])
-
-
-def mixtures_table(results: dict) -> str:
-    """Students of several mixers, each below the students of one mixer or window that it is compared with."""
-    head = ["students", "layers", "state", "perplexity ratio", "KL"]
-    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task, length in SHOWN if length == GATE_LENGTH] + ["seeds"]
-    found, lines = groups(results), []
-    for layout, others in MIXED.items():
-        if not (mixed := found.get((0, "mixture", layout))):
-            continue
-        for name, rows in [*((other, found.get((0, "uniform", other), [])) for other in others), (layout, mixed)]:
-            if not rows:
-                continue
-            figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
-            shares = [
-                cell for cell, (_, length) in zip(probe_cells(rows), SHOWN, strict=True) if length == GATE_LENGTH
-            ]
-            lines.append(
-                [name, letters_of(rows), bytes_text(rows[0]["state_bytes"]), *figures, *shares, str(len(rows))]
-            )
-    letters = ", ".join(f"{letter} {name}" for name, letter in (LETTERS | WINDOW).items())
-    letters += " (attention over the last 64 tokens, a control)"
-    note = (
-        f"{letters}. Means over seeds; every student was trained on {tokens_of(results) / 1e6:.1f}M tokens. {ONE_RATE}"
-    )
-    note += f" {error_note([row for rows in found.values() for row in rows])}"
-    return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
 
 def tokens_of(results: dict) -> int:

@@ -12,7 +12,6 @@ from hf_memmix.training.experiments.gka_vision.models import MODELS
 from hf_memmix.training.experiments.gka_vision.report import INTERVAL_NOTE, accuracy_text
 from hf_memmix.training.experiments.lattice.language import PAPER
 from hf_memmix.training.experiments.recall_teacher.raised_report import raised_table
-from hf_memmix.training.experiments.recall_teacher.report import mixtures_table
 from hf_memmix.training.experiments.results import read
 
 FROM_SCRATCH = ("transformer", "linear-decay", "delta", "gdn", "dec", "gla")
@@ -106,11 +105,6 @@ def gka_sketch() -> str:
 def gka_grid() -> str:
     """What changes GKA's recall with 64 pairs."""
     return variants_report.section([variants_report.with_recall_rows(read("gka_variants_recall"), read("recall"))])
-
-
-def recall_mixtures() -> str:
-    """The mixtures among the students of the recall teacher, beside single mixers."""
-    return mixtures_table(read("grid"))
 
 
 def recall_raised_runs() -> str:

@@ -240,8 +240,8 @@ def streaming() -> str:
         versions = f"torch {where['torch']}, transformers {where['transformers']}"
         machine = f"{row['cores']} cores of {where['hardware']}; {versions}"
         model = [f"{row['shape']}, `{row['mixer']}`", machine, bytes_text(row["largest_shard"])]
-        rows.append([*model, *pairs, seconds, f"{measured['cpu_seconds']:.0f} s"])
-    head = ["model", "machine", "largest file", "peak memory", "written", "time", "CPU time"]
+        rows.append([*model, *pairs, seconds])
+    head = ["model", "machine", "largest file", "peak memory", "written", "time"]
     return markdown_table(head, rows) + "\n\nIn brackets: what the dry run estimated."
 
 

@@ -4,7 +4,6 @@ Scores of given tokens (`report`, `probes`) hide mistakes that follow from a mod
 near its teacher there and far from it here.
 """
 
-import copy
 import random
 import re
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.limits import limit_of
@@ -29,15 +29,13 @@ SPARE = 16  # tokens of a generated answer beside the expected ones, because a m
 def greedy_tokens(model: nn.Module, prompts: Tensor, new_tokens: int, batch_size: int = 32) -> Tensor:
     """The `new_tokens` likeliest next tokens [N, new_tokens] after prompts [N, P], one after the other.
 
-    Nothing ends a text before that, so that all rows have equal lengths.
+    No setting of the model's own generation config counts: nothing ends a text before that, so that all rows have
+    equal lengths, and no token is forced, suppressed or penalised.
     """
-    config = copy.deepcopy(model.generation_config)
-    config.update(
-        max_new_tokens=new_tokens, do_sample=False, num_beams=1, temperature=1.0, top_p=1.0, top_k=50,
-        repetition_penalty=1.0, pad_token_id=0,
-        eos_token_id=model.config.vocab_size,  # no token: for None, the library takes the model's own end
-    )  # fmt: skip
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False)
     device, training, found = execution_device(model.get_input_embeddings()), model.training, []
+    own = model.generation_config
+    model.generation_config = GenerationConfig()  # where `config` has None, generate() takes what stands here
     model.eval()
     try:
         for batch in prompts.split(batch_size):
@@ -45,6 +43,7 @@ def greedy_tokens(model: nn.Module, prompts: Tensor, new_tokens: int, batch_size
             said = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
             found.append(said[:, batch.shape[1] :].cpu())
     finally:
+        model.generation_config = own
         model.train(training)
     return torch.cat(found)
 
@@ -116,10 +115,7 @@ def compare_texts(
     for done, (name, model) in enumerate(models.items()):
         model = model if isinstance(model, nn.Module) else model()
         if estimate is not None and not done:
-            began = time.time()
-            greedy_tokens(model, asked[:batch_size], MEASURED, batch_size)
-            rounds = len(models) * -(-prompts // batch_size) * new_tokens / MEASURED
-            estimate((time.time() - began) * rounds)
+            estimate(len(models) * -(-prompts // batch_size) * _seconds_of(model, asked[:batch_size], new_tokens))
         texts = []
         for number, batch in enumerate(asked.split(batch_size), 1):
             texts.append(greedy_tokens(model, batch, new_tokens, batch_size))
@@ -132,6 +128,20 @@ def compare_texts(
     settings = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "seed": seed}
     others = {name: divergence_of(texts, said["teacher"], ends) for name, texts in said.items() if name != "teacher"}
     return others | {"settings": settings}
+
+
+def _seconds_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> float:
+    """The time of `greedy_tokens` for one batch, from that of its prompts and that of a few tokens."""
+
+    def measured(count: int) -> float:
+        began = time.perf_counter()
+        greedy_tokens(model, prompts, count, len(prompts))
+        return time.perf_counter() - began
+
+    measured(1)  # kernels are compiled
+    few = min(MEASURED, new_tokens)
+    first, more = measured(1), measured(few)
+    return first + max(more - first, 0.0) / max(few - 1, 1) * (new_tokens - 1)
 
 
 def text_of(found: dict) -> str:

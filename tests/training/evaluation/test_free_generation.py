@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
+from hf_memmix.training.evaluation import free_generation
 from hf_memmix.training.evaluation.free_generation import (
     compare_texts,
     divergence_of,
@@ -16,7 +17,7 @@ from hf_memmix.training.evaluation.free_generation import (
 from hf_memmix.training.evaluation.probes import Material, run_probes
 from hf_memmix.training.evaluation.probes.counted import wilson
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
-from tiny_teachers import CHAT, tiny_teacher, tiny_tokenizer
+from tiny_teachers import CHAT, tiny_teacher, tiny_text, tiny_tokenizer
 
 
 def test_texts_agree_until_their_first_different_token():
@@ -49,13 +50,41 @@ def test_a_model_generates_its_likeliest_tokens_whatever_its_settings_say(kept):
     ids = prompts
     for _ in range(5):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    model.generation_config.update(do_sample=True, temperature=7.0, eos_token_id=ids[0, 10].item())
-    assert torch.equal(greedy_tokens(model, prompts, 5, batch_size=2), ids[:, 9:])
+    first, last = ids[0, 9].item(), ids[0, -1].item()
+    settings = [
+        {"do_sample": True, "temperature": 7.0, "eos_token_id": ids[0, 10].item()},
+        {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_length": 20, "eos_token_id": last},
+        {"suppress_tokens": [first], "bad_words_ids": [[last]], "forced_eos_token_id": 4, "max_length": 10},
+        {"begin_suppress_tokens": [first], "forced_bos_token_id": 4, "exponential_decay_length_penalty": (0, 9.0)},
+        {"sequence_bias": [[[first], -99.0]], "num_beams": 3, "length_penalty": 5.0, "eos_token_id": last},
+    ]
+    for given in settings:
+        model.generation_config = GenerationConfig(**given)
+        assert torch.equal(greedy_tokens(model, prompts, 5, batch_size=2), ids[:, 9:]), given
+        assert all(getattr(model.generation_config, name) == value for name, value in given.items())
     samples = [Sample(row.tolist(), [], [Answer(9, 14, asked=9)]) for row in ids]
     wrong = [*ids[0, :8].tolist(), (ids[0, 8].item() + 1) % 60]
     samples += [Sample(wrong, [], [Answer(8, 9, asked=8)]), Sample(wrong, [], [Answer(8, 9)])]
     right = greedy_tokens(model, ids[:1, :8], 1)[0, 0] == wrong[-1]
     assert generated_answers(model, samples) == [True, True, True, bool(right), None]
+
+
+def test_the_time_of_all_texts_is_that_of_prompts_and_of_tokens(monkeypatch):
+    """Not that of one more prompt for every few tokens."""
+    now, told = [0.0], []
+
+    def generated(model, prompts, new_tokens, batch_size):
+        now[0] += prompts.shape[1] + 2 * new_tokens
+        return torch.zeros(len(prompts), new_tokens, dtype=torch.long)
+
+    monkeypatch.setattr(free_generation, "greedy_tokens", generated)
+    monkeypatch.setattr(free_generation.time, "perf_counter", lambda: now[0])
+    material, models = Material(tiny_tokenizer(), tiny_text()), {"teacher": tiny_teacher(layers=1)}
+    for new_tokens in (1, 4, 64):
+        began = len(told)
+        sizes = {"prompts": 6, "prompt_tokens": 40, "new_tokens": new_tokens, "batch_size": 2}
+        compare_texts(models, material, **sizes, estimate=lambda seconds: told.append((seconds, now[0])))
+        assert told[began][0] == pytest.approx(now[0] - told[began][1])
 
 
 def test_a_generated_answer_to_a_question_holds_the_expected_word():

@@ -33,8 +33,8 @@ def register_mixer(name: str):
     """Class decorator: make a `MemoryMixer` known to `mixer_types` under `name`.
 
     Raises:
-        ValueError: the name is taken or is "attention", or the class is not a `MemoryMixer` with a `MixerOptions`
-            class.
+        ValueError: the name is taken or is "attention", the class is not a `MemoryMixer` with a `MixerOptions` class,
+            or a server cannot call its `readout`.
     """
 
     def register(cls):
@@ -44,6 +44,13 @@ def register_mixer(name: str):
             raise UserError(f"{cls.__name__} must subclass MemoryMixer and set options_class to a MixerOptions class")
         if "__validators__" not in vars(cls.options_class):
             raise UserError(f"the options of {cls.__name__} are not checked: decorate them with @mixer_options")
+        try:
+            inspect.signature(cls.readout).bind("self", "y", "x", "tokens")
+        except TypeError:
+            raise UserError(
+                f"{cls.__name__}.readout{inspect.signature(cls.readout)} cannot be called by servers, which also give"
+                " the tokens of project; write readout(self, y, x, tokens=None)"
+            ) from None
         if "state_indices" not in inspect.signature(cls.step).parameters:
             cls.step = _with_pages(cls.step)
         cls.name = name

@@ -337,5 +337,8 @@ def test_registration_refuses():
     unchecked = type("Unchecked", (LeakyMixer,), {"options_class": type("Options", (LeakyOptions,), {})})
     with pytest.raises(ValueError, match="Unchecked are not checked"):
         register_mixer("unchecked")(unchecked)
+    old = type("Old", (LeakyMixer,), {"readout": lambda self, y, x: self.out_proj(y)})
+    with pytest.raises(ValueError, match=r"Old.readout\(self, y, x\) .*write readout\(self, y, x, tokens=None\)"):
+        register_mixer("old")(old)
     with pytest.raises(ValueError, match="must subclass FamilyConfig"):
         register_family(LlamaConfig)

@@ -57,8 +57,8 @@ def serving_costs() -> str:
     attention = ", ".join(f"{size} at {n // 1024}k tokens" for size, n in zip(sizes(backbone), LENGTHS, strict=True))
     return (
         markdown_table(head, rows, figures=True)
-        + "\n\nOne sequence of a Llama shape of 1B in bf16, states in fp32. With attention in every layer:"
-        f" {attention}."
+        + "\n\nOne sequence of a Llama shape of 1B in bf16, default options, states in fp32."
+        f" With attention in every layer: {attention}."
     )
 
 

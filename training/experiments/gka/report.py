@@ -1,9 +1,11 @@
 """The table of associative recall."""
 
+import statistics
+
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
-from hf_memmix.training.experiments.common.report import caption, mean_of_rows, memory_text, rate_text
+from hf_memmix.training.experiments.common.report import caption, memory_text, rate_text
 
 
 def measured_rows(results: dict) -> list[dict]:
@@ -21,10 +23,12 @@ def cells_in(rows: list[dict]) -> list[tuple[int, int]]:
 
 
 def seeds_text(rows: list[dict]) -> str:
-    """The mean and deviation of the accuracies in percent, then each seed's; "" without rows."""
-    text = mean_of_rows(rows, "accuracy", 1, scale=100)
-    each = ", ".join(f"{100 * row['accuracy']:.1f}" for row in rows)
-    return f"{text} ({each})" if len(rows) > 1 else text
+    """The mean of the accuracies in percent, then that of each of several seeds; "" without rows."""
+    if not rows:
+        return ""
+    each = [100 * row["accuracy"] for row in rows]
+    beside = f" ({', '.join(f'{one:.1f}' for one in each)})" if len(each) > 1 else ""
+    return f"{statistics.fmean(each):.1f}{beside}"
 
 
 def recall_table(results: dict) -> str:
@@ -55,4 +59,5 @@ def missing_cells(results: dict) -> str:
 def recall(results: dict) -> str:
     """The table with its caption."""
     _, failed = trained_and_failed(results)
-    return f"{recall_table(results)}\n\n{caption(results, failed)} In brackets: each seed.{missing_cells(results)}"
+    below = caption(results, failed, "In brackets: each of several seeds.")
+    return f"{recall_table(results)}\n\n{below}{missing_cells(results)}"

@@ -1,8 +1,8 @@
-"""The tables of the variants of GKA: recall, perplexity and size of the state of every variant."""
+"""The tables of the variants of GKA: recall or perplexity of every variant."""
 
 import math
 
-from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.mqar import VOCAB
@@ -46,12 +46,6 @@ def share_at_chance(row: dict) -> float:
     return 100 * next((step for step, loss in row["curve"] if loss < limit), last) / last
 
 
-def largest_norm(row: dict) -> float:
-    """The largest norm of the gradients after the first fifth of the training."""
-    norms = row["gradient_norms"]
-    return max(norms[len(norms) // 5 :])
-
-
 def with_recall_rows(grid: dict, recall: dict) -> dict:
     """The results of the grid of recall, with GKA's rows of `recall.py` in the same cells as "s = D" and "rate x 0.5".
 
@@ -86,10 +80,8 @@ def distance(rows: list[dict], plain: dict[int, dict]) -> str:
 
 
 def by_seed(rows: list[dict]) -> str:
-    """The figure of each seed, in the order of the seeds."""
-    key, digits, scale = figure_key(rows[0])
-    ordered = sorted(rows, key=lambda row: row["seed"])
-    return ", ".join(f"{scale * row[key]:.{digits}f}" for row in ordered)
+    """The accuracy of each seed in percent, in the order of the seeds."""
+    return ", ".join(f"{100 * row['accuracy']:.1f}" for row in sorted(rows, key=lambda row: row["seed"]))
 
 
 def means_of_sketches(files: list[dict]) -> dict[str, list[str]]:
@@ -108,35 +100,26 @@ def section(files: list[dict]) -> str:
     own, tables = results["settings"], []
     for name, rows in panels_of(results).items():
         recall = rows[0]["task"] == "recall"
-        head = [
-            "variant",
-            "rate",
-            name,
-            "each seed",
-            "at chance, %" if recall else "largest gradient",
-            "state per layer",
-        ]
-        head, lines = head + ["above s = D", "paper"] * (not recall), []
+        head, lines = ["variant", name, *(["at chance, %"] if recall else ["above s = D", "paper"])], []
         plain = {row["seed"]: row for row in rows if row["variant"] == "s = D"}
         for variant in own["variants"]:
             found = [row for row in rows if row["variant"] == variant]
             if not found:
                 continue
-            beside = [share_at_chance(row) if recall else largest_norm(row) for row in found]
-            sizes = ", ".join(dict.fromkeys(bytes_text(row["state_bytes"]) for row in found))
-            spread = spread_text(beside, 0 if recall else 2)
-            paper = [] if recall else [distance(found, plain), IN_PAPER.get(variant, "")]
-            mean = mean_of_rows(found, *figure_key(found[0]))
-            lines.append([variant, f"{found[0]['lr']:g}", mean, by_seed(found), spread, sizes, *paper])
+            if recall:
+                cells = [by_seed(found), spread_text([share_at_chance(row) for row in found], 0)]
+            else:
+                mean = mean_of_rows(found, *figure_key(found[0]))
+                cells = [mean, distance(found, plain), IN_PAPER.get(variant, "")]
+            lines.append([variant, *cells])
         tables.append(markdown_table(head, lines))
     failed = [row for row in results["rows"] if "error" in row or row.get("finite") is False]
     names = ", ".join(f"{row['variant']} ({row['task']}, seed {row['seed']})" for row in failed)
     captions = {
-        "recall": f"Recall: accuracy in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the share of the"
-        " training that passed before the loss was a tenth below that of guessing.",
-        "text": f"Text: perplexity after {own['tokens'] / 1e6:.0f}M tokens, its distance from that of s = D at the"
-        " same seeds, and the largest norm of the gradients after the first fifth of the training. The state of a"
-        " hybrid is that of a GKA layer. Paper: average accuracy over short tasks of models of 2.8B parameters.",
+        "recall": f"Recall: accuracy of each seed in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the"
+        " share of the training that passed before the loss was a tenth below that of guessing.",
+        "text": f"Text: perplexity after {own['tokens'] / 1e6:.0f}M tokens, and its distance from that of s = D at the"
+        " same seeds. Paper: average accuracy over short tasks of models of 2.8B parameters.",
     }
     tasks = dict.fromkeys(row["task"] for row in results["rows"])
     caption = " ".join([*(captions[task] for task in tasks), SPREAD_NOTE, f"{measured_at(results)}."])

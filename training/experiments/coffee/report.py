@@ -3,21 +3,22 @@
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import median, spread_text
 
+# by number, what the paper's tables vary
 TITLES = {
-    1: "Table 1: COFFEE and S6",
-    2: "Table 2: one state per feature",
-    3: "Table 3: noise before the target",
-    4: "Table 4: trigger and target",
-    5: "Table 5: length",
-    6: "Table 6: ablation",
+    1: "COFFEE and S6",
+    2: "one state per feature",
+    3: "noise before the target",
+    4: "trigger and target",
+    5: "length",
+    6: "ablation",
 }
 
-HEAD = ("setting", "parameters", "paper", "best", "median", "worst", "seeds at 0.99", "epochs")
+HEAD = ("table", "setting", "paper", "best", "median", "worst", "seeds at 0.99", "epochs")
 IMAGES_HEAD = ("model", "parameters", "paper, MNIST", "mean", "best", "median", "worst", "seeds", "epochs")
 
 
 def report(reports: list[dict]) -> str:
-    """One section per table and per set of images; accuracies over seeds."""
+    """One table of all induction heads, and one per set of images; accuracies over seeds."""
     sections, tables = [], {}
     for found in reports:
         if "data" in found:
@@ -26,14 +27,9 @@ def report(reports: list[dict]) -> str:
         seeds = f", seeds drawn from {found['seed']}" if found.get("seed") else ""
         for name, run in found["runs"].items():
             tables.setdefault(run["table"], []).append((name.partition(": ")[2] + seeds, run))
-    parts = [_table(table, tables[table]) for table in sorted(tables)] + sections
     if tables:
-        evaluations = max(len(run["curve"]) for runs in tables.values() for _, run in runs if "curve" in run)
-        parts.append(
-            f"The figure of a seed is the highest of its evaluations, at most {evaluations}, each on 10,000 new"
-            " sequences. The paper also keeps the best model of a training."
-        )
-    return "\n\n".join(parts)
+        sections.insert(0, _tables(tables))
+    return "\n\n".join(sections)
 
 
 def epochs_text(run: dict, images: int) -> str:
@@ -52,16 +48,22 @@ def _spread(accuracies: list[float]) -> tuple[str, str, str]:
     return tuple(f"{value:.3f}" for value in (max(accuracies), median(accuracies), min(accuracies)))
 
 
-def _table(table: int, runs: list[tuple[str, dict]]) -> str:
-    rows = []
-    for name, run in runs:
+def _tables(tables: dict[int, list[tuple[str, dict]]]) -> str:
+    """One line per run, in the order of the paper's tables."""
+    rows, evaluations = [], 0
+    for table, (name, run) in ((number, pair) for number in sorted(tables) for pair in tables[number]):
         if "error" in run:
-            rows.append((name, "", run["paper"], run["error"], "", "", "", ""))
+            rows.append((table, name, run["paper"], run["error"], "", "", "", ""))
             continue
+        evaluations = max(evaluations, len(run["curve"]))
         figures = _spread(run["best_accuracy_of_seeds"])
         solved = f"{run['seeds_at_0.99']} of {run['seeds']}"
-        rows.append((name, run["parameters"], run["paper"], *figures, solved, f"{run['iterations'] / 10_000:.1f}"))
-    return f"**{TITLES[table]}**\n\n" + markdown_table(HEAD, rows)
+        rows.append((table, name, run["paper"], *figures, solved, f"{run['iterations'] / 10_000:.1f}"))
+    titles = ", ".join(f"{table} {TITLES[table]}" for table in sorted(tables))
+    return (
+        f"{markdown_table(HEAD, rows)}\n\nTables: {titles}. The figure of a seed is the highest of its evaluations, at"
+        f" most {evaluations}, each on 10,000 new sequences. The paper also keeps the best model of a training."
+    )
 
 
 def _images(found: dict) -> str:

@@ -52,7 +52,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """The objects of the imported libraries stay to the end: the garbage collector need not look at them again."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)  # objects; with 700, the default, up to a tenth of the time of a test goes into searches
     gc.enable()

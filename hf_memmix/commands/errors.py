@@ -41,7 +41,7 @@ def message_of(error: BaseException) -> str | None:
         # an ImportError without a name comes from a library that lacks one of its optional packages
         if _is_ours(name) or not (isinstance(error, ModuleNotFoundError) or not name):
             return None
-        return str(error) if isinstance(error, UntestedVersionError) else f"{error}; {install_advice('train,eval')}"
+        return f"{error}; {install_advice('train,eval')}"
     if isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -74,7 +74,7 @@ def cannot_run(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(config, items):
     """Deselect tests that cannot run here: skipped, they would hide those that should have run."""
-    without = [item for item in items if cannot_run(item)]
+    without = {item for item in items if cannot_run(item)}
     if without:
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if item not in set(without)]
+        config.hook.pytest_deselected(items=[*without])
+        items[:] = [item for item in items if item not in without]

@@ -111,18 +111,21 @@ def rows_table(results: dict, by: str, *figures: str) -> str:
         if row.get("finite", True) and all(name in row for name in names):
             arms.setdefault(tuple(row[name] for name in names), []).append(row)
     has_rates, has_seeds = (any(key in row for rows in arms.values() for row in rows) for key in ("lr", "seed"))
-    lines = []
+    lines, seeds = [], set()
     for arm, tried in arms.items():
         rows = [row for row in (at_best_rate(tried) if has_rates else tried) if shown[0][0] in row]
         if not rows:
             continue
         cells = [spread_text([float(factor) * row[key] for row in rows], int(digits)) for key, digits, factor in shown]
         rate = [rate_text(tried, rows[0]["lr"])] if has_rates else []
-        lines.append([*arm, *rate, *cells, *([len(rows)] if has_seeds else [])])
+        lines.append([*arm, *rate, *cells])
+        seeds.add(len(rows))
     head = [*names, *(["rate"] if has_rates else [])]
     head += [key + (", %" if factor == "100" else "") for key, _, factor in shown]
-    note = f"{SPREAD_NOTE} {measured_at(results)}." if has_seeds else f"{measured_at(results)}."
-    return f"{markdown_table(head + (['seeds'] if has_seeds else []), lines)}\n\n{note}"
+    spread = (
+        SPREAD_NOTE.replace("over", f"over {' or '.join(map(str, sorted(seeds)))}") if seeds != {1} else "One seed."
+    )
+    return f"{markdown_table(head, lines)}\n\n{f'{spread} ' * has_seeds}{measured_at(results)}."
 
 
 def caption(results: dict, failed: list[dict], spread: str = SPREAD_NOTE) -> str:

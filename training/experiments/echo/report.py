@@ -12,6 +12,7 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import at_best_rate
+from hf_memmix.training.experiments.common.report import spread_note
 from hf_memmix.training.experiments.echo.suite import MODELS, TRAINED, memory_of
 
 TASKS_PAPER = {
@@ -45,9 +46,9 @@ def chosen(rows: list[dict]) -> dict[str, list[dict]]:
     return {model: rows for model, rows in found.items() if rows}
 
 
-def mean_of(row: dict, tasks: Iterable[str], lengths: Iterable[int] = (), kind: str = "cells") -> float | None:
+def mean_of(row: dict, tasks: Iterable[str], lengths: Iterable[int] = ()) -> float | None:
     """Mean accuracy in percent over the cells of a row with these tasks and lengths; None without such cells."""
-    accuracies = [a for task, n, _, a in row[kind] if task in tasks and (not lengths or n in lengths)]
+    accuracies = [a for task, n, _, a in row["cells"] if task in tasks and (not lengths or n in lengths)]
     return 100 * statistics.fmean(accuracies) if accuracies else None
 
 
@@ -77,20 +78,14 @@ def columns(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
 
 
 def transfer_tables(results: dict) -> str:
-    """The paper's Tables 3 (accuracy by task) and 2 (accuracy by length), with the figures measured here.
-
-    Every model has a column for each learning rate. The one that the development loss chooses comes first, with the
-    paper's figure.
+    """The paper's Tables 3 (accuracy by task) and 2 (accuracy by length), with the figures measured here, at the
+    learning rates that the development loss chooses.
     """
-    found, lengths = columns(results["rows"]), results["settings"]["lengths"]
-    best = dict(reversed(found))
-    head = [f"{TITLES[model]}, {lr:g}" for model, lr in found]
+    found, lengths = chosen(results["rows"]), results["settings"]["lengths"]
+    head = [f"{TITLES[model]}, {rows[0]['lr']:g}" for model, rows in found.items()]
 
     def line(name, figure, paper: dict) -> tuple:
-        cells = [
-            _figures([figure(row) for row in rows], paper.get(model) if lr == best[model] else None)
-            for (model, lr), rows in found.items()
-        ]
+        cells = (_figures([figure(row) for row in rows], paper.get(model)) for model, rows in found.items())
         return (name, *cells)
 
     tasks = [line(task, lambda row, task=task: mean_of(row, [task]), paper) for task, paper in TASKS_PAPER.items()]
@@ -99,24 +94,17 @@ def transfer_tables(results: dict) -> str:
         line(length, lambda row, n=length: mean_of(row, TRAINED, [n]), LENGTHS_PAPER.get(length, {}))
         for length in lengths
     ]
-    by_length.append(
-        ("development loss", *(spread_text([r.get("dev_loss") for r in rows], 4) for rows in found.values()))
-    )
-    tables = [
-        "**Tasks**, by model and learning rate (paper)", markdown_table(("task", *head), tasks),
-        "**Length, tokens** (paper)", markdown_table(("length", *head), by_length),
-    ]  # fmt: skip
-    return "\n\n".join([*tables, _sizes(found)])
+    table = markdown_table(("task, or tokens (paper)", *head), [*tasks, *by_length])
+    return f"{table}\n\n{_sizes(found)}"
 
 
-def _sizes(found: dict[tuple[str, float], list[dict]]) -> str:
+def _sizes(found: dict[str, list[dict]]) -> str:
     """A sentence with the parameters of each model and the memory of its inner layers."""
-    models = {model: rows[0]["parameters"] for (model, _), rows in found.items()}
     parts = []
-    for model, parameters in models.items():
+    for model, rows in found.items():
         floats = memory_of(model)
         memory = f"{floats:,} floats" if floats else "grows"
-        parts.append(f"{TITLES[model]} {parameters / 1e6:.2f}M, {memory}")
+        parts.append(f"{TITLES[model]} {rows[0]['parameters'] / 1e6:.2f}M, {memory}")
     return f"Parameters, and memory of an inner layer: {'; '.join(parts)}."
 
 
@@ -165,21 +153,20 @@ def _task_mean(row: dict) -> float | None:
 
 
 def ablation_table(results: dict) -> str:
-    """One line per variant: accuracy on trained tasks, on other tasks, by length, and with `refresh_every=1`."""
+    """One line per variant: accuracy on trained tasks, also at the shortest and the longest length, and on others."""
     lengths = results["settings"]["lengths"]
+    lengths = (lengths[0], lengths[-1])
     others = tuple(task for task in TASKS_PAPER if task not in TRAINED)
     lines = [
         (
             name,
-            len(rows),
             _figures([mean_of(r, TRAINED) for r in rows]),
-            _figures([mean_of(r, others) for r in rows]),
             *(_figures([mean_of(r, TRAINED, [n]) for r in rows]) for n in lengths),
-            _figures([mean_of(r, TRAINED, kind="refreshed") for r in rows if "refreshed" in r]),
+            _figures([mean_of(r, others) for r in rows]),
         )
         for name, rows in by_variant(results).items()
     ]
-    head = ("SKA with", "seeds", "trained tasks", "other tasks", *(f"at {n}" for n in lengths), "refreshed")
+    head = ("SKA with", "trained tasks", *(f"at {n}" for n in lengths), "other tasks")
     return markdown_table(head, lines)
 
 
@@ -188,4 +175,5 @@ def report(results: dict) -> str:
     table = transfer_tables if results["experiment"] == "echo_transfer" else ablation_table
     failed = sum(len(row.get("errors", ())) + ("error" in row) for row in results["rows"])
     text = table(results) + (f"\n\n{failed} measurements failed." if failed else "")
-    return f"{text}\n\n{results['settings']['steps']} steps; {measured_at(results)}. {SPREAD_NOTE}"
+    rows = chosen(results["rows"]) if table is transfer_tables else by_variant(results)
+    return f"{text}\n\n{results['settings']['steps']} steps; {measured_at(results)}. {spread_note(rows.values())}"

@@ -20,7 +20,6 @@ from hf_memmix.training.experiments.gka import equations, recall
 from hf_memmix.training.experiments.gka_vision import digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
-from hf_memmix.training.experiments.recall_teacher import grid
 from hf_memmix.training.experiments.results import path_of
 
 FOLDER = Path(report.__file__).parent
@@ -37,7 +36,6 @@ HARNESSED = {
     "gka_vision_throughput": (throughput, "throughput"),
     "echo_transfer": (transfer, None),
     "echo_ablation": (echo_ablation, None),
-    "recall_grid": (grid, "grid"),
 }
 MODULES = {
     ".".join([PACKAGE, *file.relative_to(FOLDER).with_suffix("").parts]): file for file in sorted(FOLDER.rglob("*.py"))

@@ -9,10 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import commit
 from hf_memmix.training.drills import first_tokens, material_of, unseen_of
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.experiments.bundled import measure_teacher, pretrain_teacher
+from hf_memmix.training.experiments.bundled.language_model import without_masks
+from hf_memmix.training.experiments.bundled.muon import orthogonal
 from hf_memmix.training.experiments.bundled.pretrain_teacher import STAGES, Sizes, Stage, train
 from hf_memmix.training.experiments.bundled.recall import DrilledWindows
 
@@ -130,3 +133,29 @@ def test_muon_trains_the_matrices_of_the_layers_and_decays_as_adamw(text):
     assert group["lr"] * group["weight_decay"] == pytest.approx(3e-3)
     assert len(group["params"]) == 2 * 7 and all(p.ndim == 2 for p in group["params"])
     assert rest.param_groups[0]["params"] == [model.model.embed_tokens.weight]
+
+
+def test_muon_makes_singular_values_nearly_equal():
+    torch.manual_seed(0)
+    for shape in ((3, 16, 40), (2, 40, 16)):
+        matrices = torch.randn(shape)
+        found = orthogonal(matrices)
+        assert found.shape == shape
+        values = torch.linalg.svdvals(found)
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+        # the singular vectors stay: U S V^T becomes about U V^T
+        u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+        assert torch.nn.functional.cosine_similarity(found.flatten(1), (u @ v).flatten(1)).min() > 0.95
+
+
+def test_attention_without_masks_is_the_same():
+    tiny = load_model(asset_path("tiny_teacher"), dtype=torch.float32).eval()
+    ids = torch.randint(100, 2000, (2, 40), generator=torch.Generator().manual_seed(0))
+    student = convert_model(tiny, layers={"gka": [0, 5], "attention": "rest"}).eval()
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits for model in (tiny, student)]
+        with without_masks(tiny, student):
+            found = [model(ids, use_cache=False).logits for model in (tiny, student)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert tiny.config._attn_implementation == student.config._attn_implementation == "sdpa"

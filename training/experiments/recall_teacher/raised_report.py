@@ -1,11 +1,12 @@
-"""The tables and the plot of the students of `raised.py`, beside each other."""
+"""The tables and the plot of the students with a longer training, beside each other."""
 
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.plots import Panel, draw
-from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import (
+    GATE_LENGTH,
+    PROBES,
     error_note,
     mean_text,
     probe_cells,
@@ -30,7 +31,7 @@ def name_of(name: str, run: dict) -> str:
 
 
 def raised_table(runs: dict[str, dict], grid: dict) -> str:
-    """One line per student of `raised.py`, with its tokens, below the teacher."""
+    """One line per student, with its tokens, below the teacher."""
     head = ["student", "state", "tokens, millions", "perplexity ratio", "KL", *probe_titles()]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
     lines = [["teacher", "grows", "", "1", "0", *probe_cells(teacher)]] if teacher else []
@@ -50,6 +51,6 @@ def plot(files: list[dict], path) -> None:
     for run in files:
         name = f"{name_of(Path(run['settings']['record']).stem, run)}, {tokens_read(run) / 1e6:.0f}M"
         lines[name] = [(row["tokens"] / 1e6, 100 * row[PLOTTED]) for row in run["checks"] if PLOTTED in row]
-    title = f"{PROBES[PLOTTED][2]} at {GATE_LENGTH} tokens, %"
+    title = f"{PROBES[PLOTTED]} at {GATE_LENGTH} tokens, %"
     panel = Panel(lines, {"xlabel": "tokens of distill, millions", "title": title, "ylim": (-4, 104)})
     draw([panel], path, files[0]["environment"]["hardware"])

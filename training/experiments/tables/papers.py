@@ -108,6 +108,6 @@ def gka_grid() -> str:
 
 
 def recall_raised_runs() -> str:
-    """The students of `raised.py` beside each other and their teacher."""
+    """The students with a longer training beside each other and their teacher."""
     names = ["raised" + (f"_{name}" if name else "") for name in RAISED]
     return raised_table({name: read(name) for name in names}, read("grid"))

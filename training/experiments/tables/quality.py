@@ -11,8 +11,15 @@ from hf_memmix.training.evaluation.probes.counted import shares_text
 from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, TIMED
-from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
-from hf_memmix.training.experiments.recall_teacher.report import ONE_RATE, groups, largest_error, share_text, tokens_of
+from hf_memmix.training.experiments.recall_teacher.report import (
+    GATE_LENGTH,
+    ONE_RATE,
+    PROBES,
+    groups,
+    largest_error,
+    share_text,
+    tokens_of,
+)
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.smollm2.arms_report import finished
 from hf_memmix.training.experiments.tables.costs import Costs
@@ -126,7 +133,7 @@ def mixers() -> str:
             cells += [share_text(found[key], task, GATE_LENGTH).partition(" ")[0] for task in tasks]
         title = f"last {WINDOWS[name]} tokens of attention" if name in WINDOWS else f"`{name}`"
         rows.append([title, *cells, bytes_text(memory[name])])
-    columns = ["KL", *(f"{PROBES[task][2].partition(',')[0]}, %" for task in tasks)]
+    columns = ["KL", *(f"{PROBES[task].partition(',')[0]}, %" for task in tasks)]
     head = ["mixer", "no attention kept: ratio", *columns]
     head += [f"{KEPT} of 12 kept: ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
     parameters = read("teacher_kept")["parameters"]

@@ -23,7 +23,14 @@ from hf_memmix.training.experiments.gka_vision import report as gka_vision
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.recall_teacher import raised_report
 from hf_memmix.training.experiments.recall_teacher import report as recall_teacher
-from hf_memmix.training.experiments.smollm2 import arms_report, kept_layers, long_starts, new_user, probe_forms
+from hf_memmix.training.experiments.smollm2 import (
+    arms_report,
+    beside_window,
+    kept_layers,
+    long_starts,
+    new_user,
+    probe_forms,
+)
 
 
 def of_one(function: Callable) -> Callable:
@@ -48,6 +55,7 @@ TABLES = {
     "recall_grid": of_one(recall_teacher.section),
     "kept_layers": of_one(kept_layers.table),
     "long_starts": of_one(long_starts.table),
+    "beside_window": of_one(beside_window.table),
     "probe_forms": of_one(probe_forms.table),
     "arms": of_one(arms_report.table),
     "new_user": of_one(new_user.table),

@@ -60,7 +60,6 @@ TABLES = {
     "arms": of_one(arms_report.table),
     "new_user": of_one(new_user.table),
     "levers": of_one(budget.levers),
-    "last_digit": of_one(budget.last_digit),
 }
 PLOTS = {
     "gka_vision_throughput": gka_vision.plot_throughput,

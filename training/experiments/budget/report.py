@@ -9,38 +9,46 @@ KERNELS = {
     "matrix products": ("nvjet", "cutlass", "cublasLt"),
     "rest": ("",),
 }
-OFF_BY = {"graph off by": "graph_against_eager", "repeated step off by": "eager_against_eager"}
+GRAPH_OFF = "graph_against_eager"
+OFF_BY = {"graph off by": GRAPH_OFF, "repeated step off by": "eager_against_eager"}
 
 
 def levers(results: dict) -> str:
-    """Milliseconds and tokens per second of every row that trains, the parts of a profiled step, how many seconds the
-    first steps take longer, and how far the gradients of a recorded step are from those of a plain one. What no row
-    has is no column.
+    """Milliseconds and tokens per second of every row that trains, the parts of profiled steps, and how far the
+    gradients of a recorded step are from those of a plain one if this is measured for all rows and not always 0.
+    Runs through the Trainer: `_through_trainer`.
     """
     rows = [row for row in results["rows"] if "tokens_s" in row]
+    if all("start_s" in row for row in rows):
+        return f"{_through_trainer(rows)} {measured_at(results)}."
     parts = [_parts(row["profile"]) if row.get("profile") else {} for row in rows]
     columns = {
         "row": [row["row"].replace(" :", ":") for row in rows],
         "ms": [f"{row['ms']:.0f}" for row in rows],
         "tokens/s": [f"{row['tokens_s']:,}" for row in rows],
-        **{f"{name}, ms": [f"{part[name]:.0f}" if part else "" for part in parts] for name in KERNELS},
-        "start, s": [f"{row['start_s']:.0f}" if "start_s" in row else "" for row in rows],
-        **{
-            title: [f"{row[key]:.1e}".replace("0.0e+00", "0") if key in row else "" for row in rows]
-            for title, key in OFF_BY.items()
-        },
     }
-    columns = {title: cells for title, cells in columns.items() if any(cells)}
+    if any(parts):
+        columns |= {f"{name}, ms": [f"{part[name]:.0f}" if part else "" for part in parts] for name in KERNELS}
+    differs = all(key in row for row in rows for key in OFF_BY.values()) and any(row[GRAPH_OFF] for row in rows)
+    if differs:
+        for title, key in OFF_BY.items():
+            columns[title] = [f"{row[key]:.1e}".replace("0.0e+00", "0") for row in rows]
     table = markdown_table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)], figures=True)
-    notes = [f"{measured_at(results)}."]
-    if OFF_BY.keys() & columns.keys():
-        notes.append(
-            "Off by: the largest relative difference of a parameter's gradient from that of a step without graph; of a"
-            " repeated step without graph."
-        )
-    if "start, s" in columns:
-        notes.append("Start: how much longer the first steps take, with nothing compiled before.")
-    return f"{table}\n\n{' '.join(notes)}"
+    note = " Off by: the largest relative difference of a parameter's gradient from that of a step without graph."
+    return f"{table}\n\n{measured_at(results)}.{note * differs}"
+
+
+def _through_trainer(rows: list[dict]) -> str:
+    """One line per model and stage, without and with `compile: true`."""
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        name, _, _ = row["row"].partition(": Trainer")
+        cells.setdefault(name, [name]).extend([f"{row['tokens_s']:,}", f"{row['start_s']:.0f}"])
+    head = ["Trainer, with a graph", "tokens/s", "start, s", "compiled: tokens/s", "start, s"]
+    return (
+        f"{markdown_table(head, cells.values(), figures=True)}\n\nStart: how much longer the first steps take, with"
+        " nothing compiled before."
+    )
 
 
 def _parts(profile: dict) -> dict[str, float]:
@@ -50,13 +58,3 @@ def _parts(profile: dict) -> dict[str, float]:
         found[next(part for part, names in KERNELS.items() if any(word in name for word in names))] += ms
     found["rest"] += profile["kernel_ms"] - sum(found.values())
     return found
-
-
-def last_digit(results: dict) -> str:
-    """The largest relative difference of a gradient after one element of one layer's gradient was changed."""
-    lines = [
-        [row["layer"], f"{row['off_by']:.1e}" if row["off_by"] else "0", row["parameter"]] for row in results["rows"]
-    ]
-    head = ["changed layer", "largest difference", "of"]
-    where = f"The shape of 135M with 8 kept layers, {results['tokens']} tokens; {measured_at(results)}."
-    return f"{markdown_table(head, lines)}\n\n{where}"

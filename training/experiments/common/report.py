@@ -64,7 +64,7 @@ def memory_text(settings: dict, model: str) -> tuple[str, str]:
     if model not in NAMES:
         return "", ""
     floats, convolved = memory_of(*model_of(model, SimpleNamespace(**settings)))
-    return (f"{floats:,}" if floats else "grows"), convolved
+    return (f"{floats:,}" if floats else "grows"), convolved.replace(", ", "")
 
 
 def language_table(results: dict, rows: list[dict], reference: str, in_paper: dict) -> str:
@@ -81,12 +81,13 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
         paper = {name: in_paper[name][context] for name in chosen if context in in_paper.get(name, {})}
         for name, found in chosen.items():
             distances = (above(found, chosen.get(reference, [])), paper_above(paper, name, reference))
+            distances = tuple(text.removesuffix(" %") for text in distances)
             tried = [row for row in results["rows"] if matches(row, {"model": name, "context": contexts[0]})]
             cells = (mean_of_rows(found, "perplexity", 2), *distances)
             lines.setdefault(name, {})[context] = (*cells, rate_text(tried, found[0]["lr"]))
     head = ["model", "memory, floats per layer", "convolved", "rate"]
     for context in contexts:
-        head += [str(context), f"above {reference}", *(["paper"] if in_paper else [])]
+        head += [str(context), f"above {reference}, %", *(["paper"] if in_paper else [])]
     table = []
     for name, cells in lines.items():
         row = [name, *memory_text(results["settings"], name), next(iter(cells.values()))[3]]

@@ -176,25 +176,24 @@ def test_masks_are_made_for_attention_layers_only(family, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_samples_on_a_static_cache(mixer):
+@in_turn(mixer=MIXERS, layout=LAYOUTS)
+def test_samples_on_a_static_cache(mixer, layout):
     """Three samples per prompt: the cache has one row per sample."""
     (ids, mask), out = left_padded([random_ids(1, 7), random_ids(1, 4)]), []
-    for layout in LAYOUTS:
-        model, out = tiny_model("llama", layout, mixer), []
-        for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
-            torch.manual_seed(0)
-            options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, **cache}
-            out.append(model.generate(ids, attention_mask=mask, **options))
-        assert_same_tokens(out[1], out[0])
+    model = tiny_model("llama", layout, mixer)
+    for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
+        torch.manual_seed(0)
+        options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, **cache}
+        out.append(model.generate(ids, attention_mask=mask, **options))
+    assert_same_tokens(out[1], out[0])
 
 
 @torch.no_grad()
-@in_turn(mixer=MIXERS, cache=(None, "static"))
-def test_padded_prompt_token_by_token(mixer, cache):
+@in_turn(mixer=MIXERS, case=[*itertools.product(LAYOUTS, (None, "static"))])
+def test_padded_prompt_token_by_token(mixer, case):
     """A chunk of the prompt may be a single pad; the new token of a decode step is never a pad."""
-    for layout in LAYOUTS:
-        check_padded_generation(tiny_model("llama", layout, mixer), prefill_chunk_size=1, cache_implementation=cache)
+    layout, cache = case
+    check_padded_generation(tiny_model("llama", layout, mixer), prefill_chunk_size=1, cache_implementation=cache)
 
 
 @torch.no_grad()
@@ -240,17 +239,17 @@ def test_a_second_turn_after_assisted_decoding(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_assisted_decoding_leaves_no_recording(mixer):
+@in_turn(mixer=MIXERS, case=[*itertools.product(LAYOUTS, (None, DynamicCache()))])
+def test_assisted_decoding_leaves_no_recording(mixer, case):
     """Every recorded forward keeps its inputs and states, so recording must stop after assisted decoding."""
-    for layout, cache in itertools.product(LAYOUTS, (None, DynamicCache())):
-        model, cache = tiny_model("llama", layout, mixer), copy.deepcopy(cache)
-        out = greedy(model, random_ids(1, 8), 6, prompt_lookup_num_tokens=3, past_key_values=cache)
-        cache = out.past_key_values
-        assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
-        model(random_ids(1, 2), past_key_values=cache)
-        with pytest.raises(ValueError, match="only the last 0 tokens"):
-            cache.crop(-1)
+    layout, cache = case
+    model = tiny_model("llama", layout, mixer)
+    out = greedy(model, random_ids(1, 8), 6, prompt_lookup_num_tokens=3, past_key_values=copy.deepcopy(cache))
+    cache = out.past_key_values
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    model(random_ids(1, 2), past_key_values=cache)
+    with pytest.raises(ValueError, match="only the last 0 tokens"):
+        cache.crop(-1)
 
 
 def test_assisted_decoding_on_a_static_cache_is_refused_or_right(model):

@@ -1,7 +1,6 @@
 """Linear attention as a baseline: S_t = e^g S_{t-1} + k_t v_t^T, y_t = S_t^T q_t.
 
-The module registers two mixers. Each uses the projections, convolutions and gates of another mixer, so that only the
-memory differs.
+Each mixer uses the projections, convolutions and gates of another mixer, so that only the memory differs.
 
 - "linear" uses the block of the Lattice paper. With g = 0 it is the linear attention of Katharopoulos et al.,
   arXiv:2006.16236, without the normaliser. With a decay per head and token it is the recurrence of Mamba-2 (Dao and
@@ -20,8 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from hf_memmix.conversion import AttentionWeights, TensorFate, starts
-from hf_memmix.conversion.from_attention import gka as gka_start
 from hf_memmix.mixers import GKAMixer, GKAOptions, LatticeMixer, LatticeOptions, MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
 from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, at_least_fp32, init_layers
@@ -31,7 +28,6 @@ from hf_memmix_kernels import chunk_gla
 from hf_memmix_kernels.rowwise import unit_heads
 
 EPS = 1e-6
-GLA_GATE_BIAS = 1.2785  # silu(1.2785) = 1; measured: `init_table.json` of conversion/
 
 
 @mixer_options
@@ -136,8 +132,6 @@ class GLAOptions(GKAOptions):
 class GLAMixer(GKAMixer):
     """Gated linear attention, y = U q, with the parameters and the block of `GKAMixer` but without the ridge
     regression.
-
-    Its conversion from attention is that of GKA, except that the bias of the output gate is `GLA_GATE_BIAS`.
     """
 
     options_class = GLAOptions
@@ -223,13 +217,3 @@ class Mamba2WithoutXConvMixer(Mamba2Mixer):
     def state_shapes(self, batch, dtype=torch.float32):
         conv = ((batch, self.conv_dim - self.features, self.options.conv_size - 1), dtype)
         return super().state_shapes(batch, dtype) | {"conv": conv}
-
-
-@starts("gla", options=gka_start.options_for)
-@torch.no_grad()
-def take_over(mixer: GLAMixer, attention: AttentionWeights) -> list[TensorFate]:
-    """Start from attention as GKA does, with `GLA_GATE_BIAS` as the bias of the output gate."""
-    fates = gka_start.take_over(mixer, attention)
-    if mixer.options.use_gate and mixer.options.gate_bias:
-        mixer.g_proj.bias.fill_(GLA_GATE_BIAS)
-    return fates

@@ -11,25 +11,30 @@ STUDENTS = {"`tiny_gka`": "metrics", "tiny_gka, pure": "metrics_pure"}
 
 
 def bundled_recall() -> str:
-    """Recall by length of the first bundled transformer, of today's, with unseen words, too, and its two students."""
+    """Recall of the bundled transformer and its two students, also with unseen words, in short and full contexts."""
     first, now = read("recall_first"), read("recall_bundled")
     folder = CHECKOUT / "model_cards" / "tiny_gka"
     students = {title: json.loads((folder / f"{name}.json").read_text()) for title, name in STUDENTS.items()}
-    models = [("the first one", first["recall"], "words", "teacher")]
-    for words, more in (("words", ""), ("unseen", ", unseen words")):
-        models.append((f"bundled{more}", now["recall"], words, "teacher"))
-        models += [(name + more, metrics["recall"], words, "student") for name, metrics in students.items()]
-    lengths = sorted({row["length"] for row in first["recall"]["words"]})
+    models = {"bundled": (now, "teacher")} | {title: (found, "student") for title, found in students.items()}
+    lengths = sorted({row["length"] for row in now["recall"]["words"]})
+    columns = [(title, length) for title in models for length in (lengths[0], lengths[-1])]
     rows = []
-    for task, title in TASKS.items():
-        for name, recall, words, who in models:
-            share = {row["length"]: f"{100 * row[who]:.1f}" for row in recall[words] if row["task"] == task}
-            rows.append([title, name, *(share[length] for length in lengths)])
-    head = ["exact answers, %", "model", *(f"{length} tokens" for length in lengths)]
-    ratios = ", ".join(f"{name} {metrics['heldout']['ppl_ratio']:.3f}" for name, metrics in students.items())
+    for words, more in (("words", ""), ("unseen", ", unseen words")):
+        for task, title in TASKS.items():
+            shares = {
+                (name, row["length"]): f"{100 * row[who]:.1f}"
+                for name, (found, who) in models.items()
+                for row in found["recall"][words]
+                if row["task"] == task
+            }
+            rows.append([title + more, *(shares[column] for column in columns)])
+    head = ["exact answers, %", *(f"{name}, {length}" for name, length in columns)]
+    ratios = ", ".join(f"{name} {found['heldout']['ppl_ratio']:.3f}" for name, found in students.items())
+    most = max(row["teacher"] for row in first["recall"]["words"])
     return (
-        f"{markdown_table(head, rows)}\n\nHeld-out perplexity: the first one {first['heldout']['perplexity']:.2f}, "
-        f"bundled {now['heldout']['perplexity']:.2f}. Ratio of the students to it: {ratios}. One seed each; "
-        f"{now['samples']} probes per length and depth; {now['environment']['hardware']}, commit "
-        f"{now['environment']['commit']}." + as_sentence(now)
+        f"{markdown_table(head, rows, figures=True)}\n\nBy tokens. Held-out perplexity: bundled"
+        f" {now['heldout']['perplexity']:.2f}; the first one {first['heldout']['perplexity']:.2f}, with at most"
+        f" {100 * most:.1f} % in any cell. Ratio of the students to bundled: {ratios}. One seed each; {now['samples']}"
+        f" probes per length and depth; {now['environment']['hardware']}, commit {now['environment']['commit']}."
+        + as_sentence(now)
     )

@@ -214,15 +214,15 @@ def gpus() -> str:
         for launch, title in LAUNCHES.items():
             for stage, row in results["launches"].get(f"{model}_{launch}", {"stages": {}})["stages"].items():
                 compared = results["summary"].get(f"{model}_{launch}_{stage}", {})
-                cells = [model_name, stage, title, f"{row['tokens_per_step']:,}", f"{row['tokens_per_second']:,}"]
-                cells.append(bytes_text(row["peak_memory_bytes"]))
+                cells = [model_name, stage, title, f"{row['tokens_per_second']:,}"]
+                cells.append(f"{row['peak_memory_bytes'] / 2**30:.1f}")
                 for name, digits in (("scaling_efficiency", 0), ("loss_difference", 4)):
                     share = compared.get(name)
-                    cells.append("" if share is None else f"{100 * share:.{digits}f} %")
+                    cells.append("" if share is None else f"{100 * share:.{digits}f}")
                 lines.append(cells)
-    head = ["model", "stage", "launch", "tokens per step", "tokens/s", "peak memory per GPU"]
+    head = ["model", "stage", "launch", "tokens/s", "peak, GiB", "efficiency, %", "loss off by, %"]
     return (
-        markdown_table([*head, "efficiency", "loss off by"], lines, figures=True)
+        markdown_table(head, lines, figures=True)
         + f"\n\n{results['gpus']} x {results['hardware']}, torch {results['torch']}, commit "
         f"{results['commit']}. Loss off by: the largest relative difference from the loss on one GPU, over all steps. "
         "Halves: gradient accumulation in two parts; the last rows of an epoch, fewer than a batch, had more weight."

@@ -16,9 +16,9 @@ OFF_BY = {"graph off by": GRAPH_OFF, "repeated step off by": "eager_against_eage
 def levers(results: dict) -> str:
     """Milliseconds and tokens per second of every row that trains, the parts of profiled steps, and how far the
     gradients of a recorded step are from those of a plain one if this is measured for all rows and not always 0.
-    Runs through the Trainer: `_through_trainer`.
+    Runs through the Trainer have a table of their own: `_through_trainer`.
     """
-    rows = [row for row in results["rows"] if "tokens_s" in row]
+    rows = [row for row in results["rows"] if "tokens_s" in row and "through the Trainer" not in row["row"]]
     if all("start_s" in row for row in rows):
         return f"{_through_trainer(rows)} {measured_at(results)}."
     parts = [_parts(row["profile"]) if row.get("profile") else {} for row in rows]

@@ -131,17 +131,16 @@ def answers(address: str) -> bool:
 
 
 def table(results: dict) -> str:
-    """One line per command."""
+    """One line per step; `STEPS` has their commands."""
     rows = [
         [
             row["step"],
-            f"`{row['command']}`",
             f"{row['seconds']:.0f}",
             f"{row['cpu_seconds']:.0f}" if "cpu_seconds" in row else "",
         ]
         for row in results["rows"]
     ]
-    head = ["step", "command", "seconds", "of a CPU"]
+    head = ["step", "seconds", "of a CPU"]
     return f"{markdown_table(head, rows)}\n\n{results['model']}; one thread; {measured_at(results)}."
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_memmix.training.experiments.smollm2 import kept_layers, long_starts
+from hf_memmix.training.experiments.smollm2 import kept_layers
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 
@@ -38,20 +38,3 @@ def test_the_table_has_a_row_for_each_choice(rows):
     for row in rows:
         cells = next(cells for cells in map(cells_of, lines) if row["rule"] in cells[0].split("; "))
         assert cells[1:3] == [str(row["keep"][0]), f"{row['student']['text']['kl']:.4f}"]
-
-
-def test_starts_of_long_memories_are_compared_with_the_former_ones(tmp_path):
-    """A GKA layer that remembers long held U q, which grows with the number of tokens."""
-    for write in (tiny_teacher(layers=3), tiny_tokenizer()):
-        write.save_pretrained(tmp_path / "teacher")
-    (tmp_path / "text.txt").write_text(tiny_text(300))
-    sizes = {"models": ["gka", "ska"], "length": 64, "measured_tokens": 128, "every": 2}
-    args = SimpleNamespace(teacher=tmp_path / "teacher", text=tmp_path / "text.txt", **sizes)
-    rows = long_starts.rows_to_run([], args)
-    long = {row["mixer"] for row in rows if row.get("half_lives")}
-    assert [row["mixer"] for row in rows if row.get("half_lives", ()) is None] == ["gka", "ska"] and long == {"gka"}
-    found = long_starts.run({"mixer": "gka", "half_lives": [64, 2048]}, args)
-    assert len(found["errors_at_start"]) == 2
-    whole = long_starts.run({"mixer": "window", "window": 64, "sinks": 1}, args)
-    assert max(whole["errors_at_start"]) < 1e-4
-    assert all(now < former for now, former in zip(found["errors_at_start"], found["former_errors"], strict=True))

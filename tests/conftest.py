@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import sys
 
 import pytest
 
@@ -26,6 +27,8 @@ def pytest_configure(config):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # set before the first `import triton`: without a GPU they run in the interpreter, with one they are compiled
     if not torch.cuda.is_available():
+        if "TRITON_INTERPRET" not in os.environ and "triton" in sys.modules:
+            raise pytest.UsageError("a conftest.py imports triton; import what needs it inside of a fixture")
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if not torch.accelerator.is_available():
         # torch.manual_seed formats and keeps the stack for each kind of accelerator that could still be initialised:

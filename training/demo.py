@@ -153,7 +153,7 @@ def run_demo(
     save_student(student, folder, tokenizer, overwrite=True, dtype=torch.bfloat16)
     student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     models = {"teacher": teacher, "student": student}
-    measured = measure(models, tokenizer, text, sizes, recipe.probes, progress)
+    measured = measure(models, tokenizer, content, sizes, recipe.probes, progress)
     moved = bar(progress, "load the folder in a new process")
     again = tokens_of_new_process(folder, measured["prompt"], sizes.new_tokens, device)
     moved(1, 1)
@@ -187,9 +187,8 @@ def trained(stage, models, data, steps: int, sizes: Sizes, recipe: Recipe, outpu
     return stage(*models, data, output / name, callbacks=[ProgressBar(progress, name)], **options)
 
 
-def measure(models: dict, tokenizer, text: Path, sizes: Sizes, probes: dict[str, str], progress: Progress) -> dict:
-    """Quality on the file `text`, recall, memory and speed by context, and a text of both models."""
-    content = read_text(text)
+def measure(models: dict, tokenizer, content: str, sizes: Sizes, probes: dict[str, str], progress: Progress) -> dict:
+    """Quality on the text `content`, recall, memory and speed by context, and a text of both models."""
     quality = report(
         models["student"],
         models["teacher"],
@@ -197,7 +196,7 @@ def measure(models: dict, tokenizer, text: Path, sizes: Sizes, probes: dict[str,
         tokenizer,
         block_size=sizes.block_size,
         max_tokens=sizes.text_tokens,
-        progress=bar(progress, f"compare on {text.name}"),
+        progress=bar(progress, "compare on the text"),
     )
     lengths = tuple(length for length in sizes.probe_lengths if length <= limit_of(models["teacher"]))
     told = bar(progress, "probe recall")

@@ -1,6 +1,6 @@
 """The two training losses: relative error per layer for `align`, forward KL divergence of the logits for `distill`.
 
-    relative_mse = ||s - t||^2 / ||t||^2            forward_kl = sum_v p_t(v) (log p_t(v) - log p_s(v)), T = 1
+    relative error = ||s - t||^2 / ||t||^2          forward_kl = sum_v p_t(v) (log p_t(v) - log p_s(v)), T = 1
 
 The two stages are those of RADLADS (arXiv:2505.03005). The division by ||t||^2 gives all layers the same weight,
 whatever the size of their outputs. If only the teacher's k largest probabilities are stored, the distributions are
@@ -18,18 +18,11 @@ from hf_memmix.training.chunk_sums import sum_over_chunks
 from hf_memmix_kernels.rowwise import forward_kl_
 
 
-def relative_mse(student: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    """||student - target||^2 / ||target||^2 of two tensors [B, T, d], as an fp32 scalar.
-
-    `mask` [B, T] is 1 at the tokens that are used. No gradient flows to the target. The value is finite also if the
-    target is zero.
-    """
-    error, size = Squares()(student, target, mask)
-    return error / size.clamp_min(1e-12)
-
-
 class Squares(nn.Module):
-    """Numerator and denominator of `relative_mse`; a module, so that it can be compiled."""
+    """Numerator and denominator of the relative error of tensors [B, T, d], in fp32; a module, so it can be compiled.
+
+    `mask` [B, T] is 1 at the tokens that are used, or a weight. No gradient flows to the target.
+    """
 
     def forward(self, student: Tensor, target: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         error = (student.float() - target.detach().float()).square().sum(-1)

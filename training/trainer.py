@@ -64,6 +64,8 @@ class PairTrainer(TrainerHooks):
         self.parameter_rates, self.identity, self.tokens_per_step = parameter_rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
         self.add_callback(_LogTheLastStep())
+        # an interrupted run of this process may have left it false: FSDP2 would not load the optimizer's states
+        self.accelerator.sync_gradients = True
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch: divide it when accumulating
         if self.is_fsdp_enabled:
             plugin = self.accelerator.state.fsdp_plugin
@@ -101,7 +103,9 @@ class PairTrainer(TrainerHooks):
     def get_batch_samples(self, *args, **kwargs):
         """The micro-batches of a step. If not all tokens count, each weighs as many as count in it.
 
-        The Trainer takes the mean of their losses, each of which is a mean over the tokens of one micro-batch.
+        The Trainer takes the mean of their losses, each of which is a mean over the tokens of one micro-batch, of all
+        processes. That of `align` is relative to the teacher's outputs of this micro-batch: those of the whole step
+        are not known before its last forward pass.
         """
         batches, items = super().get_batch_samples(*args, **kwargs)
         if len(batches) > 1 and "loss_mask" in batches[0]:

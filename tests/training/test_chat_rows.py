@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -12,7 +13,7 @@ from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.training.chat_rows import ends_a_turn, render
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks, tokenize_documents
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.student_teacher import DistillStudentTeacher
+from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher
 from hf_memmix.training.text_files import Conversation
 from hf_memmix.training.train import train
 from tiny_teachers import CHAT, MARKED, chat_tokenizer, tiny_teacher, tiny_tokenizer
@@ -213,7 +214,7 @@ def test_the_loss_of_answers_is_the_mean_over_their_tokens(chats):
 
 def test_accumulated_batches_weigh_their_tokens(tmp_path):
     """Rows with 2 and with 12 tokens that count: one batch of two rows trains as two batches of one row. A step in
-    which no token counts has the loss 0.
+    which no token counts has the loss 0. In `align`, the error of each batch is relative to its own teacher's outputs.
     """
     teacher = tiny_teacher("llama", layers=2, vocab_size=300)
     tokens = torch.randint(3, 300, (32,), generator=torch.Generator().manual_seed(0))
@@ -227,6 +228,11 @@ def test_accumulated_batches_weigh_their_tokens(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for ours, theirs in zip(*(student.parameters() for student in students), strict=True):
         torch.testing.assert_close(ours, theirs)
+    student, counts = convert_model(teacher), torch.tensor([2.0, 12.0])
+    parts = [{name: row[None] for name, row in data[i].items()} for i in range(2)]
+    errors = torch.stack([AlignStudentTeacher(student, teacher)(**part)["loss"] for part in parts])
+    found = train(student, teacher, data, tmp_path / "align", recipe=replace(recipe, stage="align"))["last_loss"]
+    assert found == pytest.approx((errors * counts / counts.sum()).sum().item(), rel=1e-5)
     nothing = TokenBlocks(tokens, 16, loss_mask=torch.zeros(2, 16, dtype=torch.bool))
     assert train(convert_model(teacher), teacher, nothing, tmp_path / "nothing", recipe=recipe)["last_loss"] == 0
 

@@ -93,5 +93,5 @@ class Chat:
         new = out.sequences[0, len(ids) :].tolist()
         answer = self.tokenizer.decode(new[:-1] if new[-1] in self.ends else new)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self._ids, self._text, self._cache = ids + new, text + self.tokenizer.decode(new), out.past_key_values
+        self._ids, self._text, self._cache = ids + new, text + self.tokenizer.decode(new), out[CACHE]
         return Turn(answer, len(new), len(ids) - known, len(ids))

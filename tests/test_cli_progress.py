@@ -11,7 +11,7 @@ import pytest
 
 from cli_runner import SMALL, memmix, result_of
 from hf_memmix.commands import progress
-from hf_memmix.commands.train import _progress_callback
+from hf_memmix.commands.training_reports import progress_callback
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 
@@ -125,7 +125,7 @@ def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path, monkeypa
 
 def test_the_loss_is_that_of_the_newest_step_also_between_two_logs():
     shown = []
-    report = _progress_callback(lambda done, total, note: shown.append((done, note.partition(",")[0])), 32)
+    report = progress_callback(lambda done, total, note: shown.append((done, note.partition(",")[0])), 32)
     state = SimpleNamespace(global_step=0, max_steps=3, newest_loss=None)
     report.on_train_begin(None, state, None)
     for state.global_step, state.newest_loss in ((1, 0.5), (2, 0.25)):

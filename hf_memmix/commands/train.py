@@ -1,8 +1,5 @@
 """The commands that train: `memmix align`, `distill`, `merge` and `cache-teacher`."""
 
-import itertools
-import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -30,7 +27,14 @@ from hf_memmix.commands.common import (
 )
 from hf_memmix.commands.devices import check_processes, choose_device
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.progress import progress, rate_text, tell, tell_date, tell_reading
+from hf_memmix.commands.progress import progress, tell, tell_date, tell_reading
+from hf_memmix.commands.training_reports import (
+    keep_codecarbon,
+    keep_tensorboard,
+    print_cost,
+    print_result,
+    progress_callback,
+)
 from hf_memmix.errors import UserError
 from hf_memmix.mixer_names import ATTENTION
 
@@ -326,7 +330,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
 
         settings = _with_options(settings, args)
         trackers = _names(settings.trainer.get("report_to"))
-        _keep_tensorboard(trackers, args.out_dir)
+        keep_tensorboard(trackers, args.out_dir)
         data, tokenizer = _read_data(args, settings, student, teacher)
         if args.plan is None:
             model = load(student, "cpu", "auto")
@@ -336,26 +340,17 @@ def _train(stage: str, args: SimpleNamespace) -> None:
         teacher_model = teacher if settings.cache_dir else load(teacher, "cpu", "auto" if on_gpu else None)
         dtype = model.dtype
         with progress(f"{stage}: step") as advance:
-            callbacks = [_progress_callback(advance, settings.tokens_per_step)]
+            callbacks = [progress_callback(advance, settings.tokens_per_step)]
             result = train(
                 model, teacher_model, data, run_dir, recipe=settings, resume=args.resume, callbacks=callbacks
             )
         if launch.is_first():
-            _keep_codecarbon(trackers, run_dir, args.out_dir)
+            keep_codecarbon(trackers, run_dir, args.out_dir)
             save_student(model.cpu(), args.out_dir, tokenizer, overwrite=args.overwrite, dtype=dtype)
     if args.as_json:
         print_json(result | {"out": str(args.out_dir)})
     else:
-        _print_result(stage, result, args.out_dir)
-
-
-def _print_result(stage: str, result: dict, out_dir: Path) -> None:
-    from hf_memmix.training.stage_time import time_text
-
-    out.print(
-        f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {time_text(result)}, "
-        f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
-    )
+        print_result(stage, result, args.out_dir)
 
 
 def _align_by_streaming(args: SimpleNamespace) -> None:
@@ -398,78 +393,10 @@ def _align_by_streaming(args: SimpleNamespace) -> None:
     if args.as_json:
         print_json(result if args.dry_run else result | {"out": str(args.out_dir)})
     elif args.dry_run:
-        _print_cost(result)
+        print_cost(result)
     else:
-        _print_result("align", result, args.out_dir)
-
-
-def _print_cost(cost: dict) -> None:
-    from hf_memmix.conversion.records import bytes_text
-
-    memory = {"host": cost["peak_memory"]["host"], "GPU": cost["peak_memory"]["device"]}
-    peaks = ", ".join(f"{bytes_text(count)} ({where})" for where, count in memory.items() if count is not None)
-    out.print(
-        f"{len(cost['layers'])} layers, {cost['rows']:,} rows, {cost['tokens']:,} tokens; spool"
-        f" {bytes_text(cost['spool_bytes'])}; peak memory {peaks}; the teacher is read once, and each mixer trains for"
-        f" {cost['passes']:.2f} passes over the tokens",
-        highlight=False,
-    )
+        print_result("align", result, args.out_dir)
 
 
 def _names(trackers: list[str] | str | None) -> set[str]:
     return {trackers} if isinstance(trackers, str) else set(trackers or [])
-
-
-def _keep_tensorboard(trackers: set[str], out_dir: Path) -> None:
-    """Have TensorBoard write beside the output; its default folder is in that of the checkpoints, which vanishes."""
-    if trackers.isdisjoint({"tensorboard", "all"}):
-        return
-    folder = os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out_dir.absolute()) + ".tensorboard")
-    if launch.is_first():
-        err.print(f"TensorBoard's files: {folder}", markup=False, highlight=False)
-
-
-def _keep_codecarbon(trackers: set[str], run_dir: Path, out_dir: Path) -> None:
-    """Move CodeCarbon's files beside the output; its callback writes into the folder of checkpoints, which vanishes.
-
-    Files of an earlier run stay. Without this tracker, nothing is written.
-    """
-    if trackers.isdisjoint({"codecarbon", "all"}):
-        return
-    folder = Path(str(out_dir.absolute()) + ".codecarbon")
-    for path in [path for path in run_dir.iterdir() if path.is_file()]:
-        folder.mkdir(exist_ok=True)
-        names = itertools.chain([path.name], (f"{path.stem}-{i}{path.suffix}" for i in itertools.count(2)))
-        shutil.move(path, next(folder / name for name in names if not (folder / name).exists()))
-        err.print(f"CodeCarbon's files: {folder}", markup=False, highlight=False)
-
-
-def _progress_callback(advance, tokens_per_step: int):
-    import time
-
-    from transformers import TrainerCallback
-
-    class Report(TrainerCallback):
-        loss = None
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.first, self.start = state.global_step, time.monotonic()
-            self.newest = self.start
-            advance(state.global_step, state.max_steps, "")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.loss, self.newest = getattr(state, "newest_loss", self.loss), time.monotonic()
-            self.show(state)
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if "loss" in (logs or {}):
-                self.loss = float(logs["loss"])
-                self.show(state)
-
-        def show(self, state):
-            loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
-            tokens = (state.global_step - self.first) * tokens_per_step
-            notes = [*loss, rate_text(tokens, self.newest - self.start)]
-            advance(state.global_step, state.max_steps, ", ".join(filter(None, notes)))
-
-    return Report()

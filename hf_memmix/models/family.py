@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from transformers import AutoConfig
 
-from ..configuration_memmix import MemMixConfig, check_sizes
+from ..configuration_checks import check_sizes
+from ..configuration_memmix import MemMixConfig
 from ..errors import UserError
 from ..mixers import ATTENTION
 

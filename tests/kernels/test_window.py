@@ -52,12 +52,16 @@ def dtype(backend):
 
 
 def rows(**tables):
-    """Every combination on the torch path; on Triton, which is slow in the interpreter, `make test` runs a few."""
-    found = []
-    for place, values in enumerate(itertools.product(SIZES, FORMS, *tables.values())):
-        everyday = values[0] in ((3, 0), (8, 3)) and place % 5 == 0
-        for path in ("torch", "triton"):
-            marks = () if path == "torch" or everyday else pytest.mark.product
+    """Every combination; of a table with three values, `make test` runs those in which every two values of size, form
+    and table meet, and on Triton, which is slow in the interpreter, a few.
+    """
+    found, wide = [], len(next(iter(tables.values()), ())) == 3
+    every = [[*enumerate(table)] for table in (SIZES, FORMS, *tables.values())]
+    for number, row in enumerate(itertools.product(*every)):
+        places, values = zip(*row, strict=True)
+        few = values[0] in ((3, 0), (8, 3)) and number % 5 == 0
+        for path, everyday in (("torch", not wide or sum(places[:3]) % 3 == 0), ("triton", few)):
+            marks = () if everyday else pytest.mark.product
             found.append(pytest.param(path, *values, marks=marks, id="-".join(map(str, (path, *values)))))
     return pytest.mark.parametrize(("backend", "size", "form", *tables), found, indirect=["backend"])
 

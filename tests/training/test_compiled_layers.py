@@ -49,9 +49,10 @@ def run(teacher, folder, recipe, keep=None, callback=None):
 @pytest.mark.parametrize(
     ("fields", "keep", "count"),
     [
-        ({}, None, 5),  # mixer, squares, the teacher's norms, attention and feed-forward layer
+        # mixer, squares, the teacher's norms, attention and feed-forward layer
+        pytest.param({}, None, 5, marks=pytest.mark.product),
         ({"gradient_checkpointing": True, "far_weight": 1.0, "far_window": 4}, [1], 6),
-        ({"stage": "distill"}, None, 2),
+        pytest.param({"stage": "distill"}, None, 2, marks=pytest.mark.product),
         ({"stage": "distill", "gradient_checkpointing": True}, [1], 3),
         (
             {"stage": "distill", "teacher": "lora", "lora_mixers": True},
@@ -77,7 +78,7 @@ def test_compiled_layers_train_the_same_weights(tmp_path, teacher, programs, fie
     assert not any("forward" in module.__dict__ for model in (student, teacher) for module in model.modules())
 
 
-@pytest.mark.parametrize("stage", ["align", "distill"])
+@pytest.mark.parametrize("stage", [pytest.param("align", marks=pytest.mark.product), "distill"])
 def test_a_resumed_run_compiles_as_it_did(tmp_path, teacher, programs, stage):
     recipe = Recipe(stage=stage, steps=4, save_every=2, compile=True, **SMALL_RUN)
     whole, _ = run(teacher, tmp_path / "whole", recipe)

@@ -26,6 +26,7 @@ from hf_memmix.training.experiments.recall_teacher import report as recall_teach
 from hf_memmix.training.experiments.smollm2 import (
     arms_report,
     beside_window,
+    drill_teacher,
     kept_layers,
     long_starts,
     new_user,
@@ -58,6 +59,7 @@ TABLES = {
     "beside_window": of_one(beside_window.table),
     "probe_forms": of_one(probe_forms.table),
     "arms": of_one(arms_report.table),
+    "drill_teacher": of_one(drill_teacher.table),
     "new_user": of_one(new_user.table),
     "levers": of_one(budget.levers),
 }

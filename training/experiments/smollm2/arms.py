@@ -7,7 +7,8 @@
 windows in place of mixers (`memmix select --stand-in window`), on development text. Then each arm is converted,
 aligned, distilled and measured; it begins only if the rest of `--seconds` is enough for it. The same command runs the
 remaining arms. Behind an `@` stands what an arm has in place of the common settings, see `CHANGES`. An arm with fewer
-kept layers keeps those that were chosen first.
+kept layers keeps those that were chosen first. "gka @ drills=.5" trains on rows half of which are drills of recall,
+see `fact_drills.py`.
 """
 
 import tempfile
@@ -24,8 +25,9 @@ from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common.harness import Experiment, check_time
 from hf_memmix.training.experiments.common.options import Options, check_names
 from hf_memmix.training.experiments.smollm2 import measuring
+from hf_memmix.training.experiments.smollm2.fact_drills import Drills
 from hf_memmix.training.text_files import text_record
-from hf_memmix.training.train import align, distill
+from hf_memmix.training.train import align, distill, load_recipe
 
 # by name the options of the mixer and, if there is one, of the window beside it. The state of GKA has the bytes of a
 # window of 384 tokens, that of gated_delta those of 192
@@ -55,7 +57,9 @@ ARMS = {
 # a memory beside a window that `align` also compares by what attention reads outside this window
 FAR = ", far weight 1"
 ARMS |= {name + FAR: mixers for name, mixers in ARMS.items() if any("local_window" in own for own in mixers.values())}
-CHANGES = ("kept", "seed", "times")  # layers that keep their attention, seed, and a factor of the steps
+# layers that keep their attention, seed, a factor of the steps; share and weight of drills, see `Drills`; and a factor
+# of the learning rates
+CHANGES = {"kept": int, "seed": int, "times": int, "drills": float, "answers": float, "rate": float}
 FIRST = (
     "window 384",
     "gka + window 64",
@@ -94,15 +98,18 @@ def _now() -> float:
     return time.time()
 
 
-def changes_of(asked: str) -> tuple[str, dict[str, int]]:
+def changes_of(asked: str) -> tuple[str, dict[str, float]]:
     """The name of an arm, and the numbers behind its `@`.
 
     Raises:
-        ValueError: a number has no name, or is none.
+        ValueError: a number has no name, or is none; or there are answers without drills.
     """
     name, _, changes = asked.partition(" @ ")
     pairs = (change.split("=") for change in changes.split())
-    return name, {change: int(value) for change, value in pairs}
+    found = {change: CHANGES.get(change, float)(value) for change, value in pairs}
+    if not 0 <= found.get("drills", 0) <= 1 or ("answers" in found and not found.get("drills")):
+        raise ValueError
+    return name, found
 
 
 def row_of(asked: str, trace: list[dict], args) -> dict:
@@ -111,6 +118,8 @@ def row_of(asked: str, trace: list[dict], args) -> dict:
     counts = [changes.get("times", 1) * int(count) for count in args.given_steps.split(",")]
     keep = sorted(row["layer"] for row in trace[1 : changes.get("kept", args.kept) + 1])
     row = {"step": "arm", "arm": arm, "keep": keep, "seed": changes.get("seed", args.seed)}
+    # None in results that are older than these changes
+    row |= {name: changes.get(name) for name in ("drills", "answers", "rate")}
     return row | dict(zip(STAGES, counts, strict=True))
 
 
@@ -144,12 +153,23 @@ def student_of(row: dict, args):
     return convert_model(measuring.teacher_of(args.teacher), next(iter(mixers)), row["keep"], mixers=mixers)
 
 
+def data_of(row: dict, args) -> TokenBlocks:
+    if not row["drills"]:
+        return TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
+    drills = Drills(row["drills"]) if row["answers"] is None else Drills(row["drills"], row["answers"])
+    return measuring.drilled_blocks(args.teacher, args.data, args.block_size, drills)
+
+
 def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]:
     """One stage with the rates of its recipe."""
-    steps = row[stage]
+    steps, recipe = row[stage], load_recipe(stage)
     clock = Clock(args)
-    data = TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
+    data = data_of(row, args)
     sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
+    sizes |= {name: getattr(recipe, name) * (row["rate"] or 1) for name in ("learning_rate", "rest_learning_rate")}
+    sizes |= {"loss": data.loss, "compile": args.compile}
+    if args.compile:
+        torch.compiler.reset()  # the layers of the arm before, in the same process
     if stage == "align" and row["arm"].endswith(FAR):
         sizes["far_weight"] = 1.0
     with tempfile.TemporaryDirectory() as folder:
@@ -179,6 +199,7 @@ def trained_and_measured(row: dict, args):
     for seed, stage in enumerate(STAGES):
         result, clock = train(student, stage, row, row["seed"] * len(STAGES) + seed, args)
         kept = {name: result[name] for name in ("first_loss", "last_loss", "seconds", "log")}
+        kept["compiled"] = args.compile
         yield {f"{stage}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step)}}
     began = time.time()
     figures = measuring.measured_of(args).of(student)
@@ -197,6 +218,7 @@ class Settings(Options):
     sinks: Annotated[int, typer.Option(help="first tokens that these windows read as well")] = 0
     seed: Annotated[int, typer.Option(help="seed of the order of the training text")] = 0
     given_steps: Annotated[str, typer.Option(help="steps of align and distill")] = "160,320"
+    compile: Annotated[bool, typer.Option(help="compile the layers by torch.compile")] = False
     batch_size: Annotated[int, typer.Option(help="sequences of a step")] = 8
     block_size: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048
     length: Annotated[int, typer.Option(help="tokens of a sequence of the choice")] = 1024
@@ -221,7 +243,8 @@ def check(args) -> None:
         try:
             arm, changes = changes_of(asked)
         except ValueError:
-            raise typer.BadParameter(f"{asked!r} is no NAME @ CHANGE=NUMBER ...", param_hint="--arms") from None
+            told = f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, and answers only with drills"
+            raise typer.BadParameter(told, param_hint="--arms") from None
         check_names("--arms", [arm], ARMS)
         check_names("--arms", list(changes), CHANGES)
     args.text = args.data / "dev.txt" if args.text is None else args.text

@@ -4,6 +4,7 @@ from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER
 from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR
 
 HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "answers, %")
 FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
@@ -35,19 +36,45 @@ def table(results: dict) -> str:
 
 def _of_kept(students: list[dict], teacher: dict, lengths: list[int]) -> str:
     """The table of the students with one number of kept layers, and which layers these are."""
-    groups: dict[tuple, list[dict]] = {}
+    groups: dict[str, list[dict]] = {}
+    usual = min(row["tokens"] for row in students)
     for row in students:
-        groups.setdefault((row["arm"], row["tokens"]), []).append(row)
-    usual = min(tokens for _, tokens in groups)
+        groups.setdefault(_name(row, usual), []).append(row)
+    groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
     lines = [["teacher", "", "0", "0", "1", *_shares([teacher], lengths)]]
-    for (arm, tokens), rows in groups.items():
-        name = arm if tokens == usual else f"{arm}, {tokens / 1e6:.1f}M tokens"
-        name = name if len(rows) == 1 else f"{name}, {len(rows)} seeds"
+    for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
         lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, lengths)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
-    return markdown_table((title, *HEAD, *(f"`{PROBE}`, {n:,}" for n in lengths)), lines, figures=True)
+    quality = markdown_table((title, *HEAD, *(f"`{PROBE}`, {n:,}" for n in lengths)), lines, figures=True)
+    return "\n\n".join([quality, *_far(title, {"teacher": [teacher]} | groups)])
+
+
+def _name(row: dict, usual: int) -> str:
+    """An arm, and what it has in place of the common settings beside kept layers and seed."""
+    changes = [f"{row['tokens'] / 1e6:.1f}M tokens"] if row["tokens"] != usual else []
+    if row.get("drills"):
+        changes.append(f"drills {row['drills']:.0%}")
+    changes += [f"{name} {row[name]:g}" for name in ("answers", "rate") if row.get(name) is not None]
+    return ", ".join([row["arm"], *changes])
+
+
+def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
+    """A table of what is recalled from outside every window, if that was measured, where the teacher recalls it."""
+    (teacher,) = groups["teacher"]
+    figures = [name for name in teacher if name.endswith("_far") and teacher[name] >= LEAST_OF_TEACHER]
+    figures = [name for name in figures if all(name in row for rows in groups.values() for row in rows)]
+    if not figures:
+        return []
+    lines = [[n, *(_span([f"{100 * row[at]:.0f}" for row in rows]) for at in figures)] for n, rows in groups.items()]
+    probes = (figure.split("_")[:2] for figure in figures)
+    head = (f"{title}, far", *(f"`{probe}`, {int(length):,}" for probe, length in probes))
+    note = (
+        f"Choice in percent where the sentence stands at least {FAR} tokens before the question, outside every window."
+        f" One of eight is right by chance. `{DRILLED}`: sentences and words of the drills, in held-out text."
+    )
+    return [markdown_table(head, lines, figures=True), note]
 
 
 def _shares(rows: list[dict], lengths: list[int]) -> list[str]:

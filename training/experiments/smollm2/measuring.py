@@ -1,6 +1,7 @@
 """What the experiments with SmolLM2 share: the teacher, the search for kept layers, the measurement of a student."""
 
 import functools
+import random
 import time
 from pathlib import Path
 
@@ -10,20 +11,26 @@ from transformers import AutoTokenizer
 
 from hf_memmix.conversion import load_model, report
 from hf_memmix.conversion.hashes import teacher_hash
+from hf_memmix.conversion.limits import limit_of
 from hf_memmix.serving.footprint import Footprint
+from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.free_generation import divergence_of, generated_answers, greedy_tokens
 from hf_memmix.training.evaluation.greedy_choice import Search
 from hf_memmix.training.evaluation.probes import Material, counted_rows, draw, run_probes
-from hf_memmix.training.evaluation.probes.grid import DEPTHS
+from hf_memmix.training.evaluation.probes.grid import DEPTHS, means
+from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.smollm2 import fact_drills
 from hf_memmix.training.text_files import read_text
 
 PERFECT = {"ppl_ratio": 1.0, "kl": 0.0, "top1_agreement": 1.0}  # the teacher's figures beside itself
 CHOICE_SEED, FIGURE_SEED = 0, 1
 PROBES = ("fact",)  # the teacher answers less than 80 % of `facts`, so what a student answers would not count
 CHOICE_PROBES = ("fact", "facts")
+DRILLED = "drilled"  # the probe with sentences and words of the drills, which stands beside `PROBES`
+FAR = 448  # tokens from a sentence to the question about it, so that no window of an arm holds the sentence
 TEXTS = ("heldout", "domain")
 COMPARED_BLOCK = 1024  # tokens of a block of the texts that are compared
 PROMPT = 256  # tokens before a generated text
@@ -59,6 +66,13 @@ def material_of(folder: Path, data: Path) -> Material:
     return Material(tokenizer_of(folder), read_text(data / "heldout.txt"))
 
 
+@functools.cache
+def drill_material_of(folder: Path, data: Path) -> fact_drills.FactMaterial:
+    """What drills are made from: training text, and words that the probes about the held-out text do not have."""
+    tokens = numpy.load(data / "train.npy", allow_pickle=False)
+    return fact_drills.FactMaterial(tokenizer_of(folder), tokens, material_of(folder, data))
+
+
 def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) -> Search:
     """The greedy search for kept layers of one direction, on development text."""
     data = SelectionData.of(
@@ -77,8 +91,14 @@ def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) ->
     )
 
 
+@functools.cache
+def drilled_blocks(folder: Path, data: Path, block_size: int, drills: fact_drills.Drills) -> TokenBlocks:
+    """The training rows, some of which are drills."""
+    return drills.blocks(tokens_of(data, "train"), block_size, drill_material_of(folder, data))
+
+
 def recalled(model, args) -> list[dict]:
-    """The cells of `run_probes` for one model."""
+    """The cells of `run_probes` for one model, and such cells of `DRILLED`."""
     cells = []
     with autocast():
         for length in args.lengths:
@@ -92,8 +112,18 @@ def recalled(model, args) -> list[dict]:
                 batch_size=max(1, BATCH_TOKENS // length),
                 control=False,
             )
-            cells += found["cells"]
+            cells += found["cells"] + [drilled_cell(model, length, depth, args) for depth in DEPTHS]
     return cells
+
+
+def drilled_cell(model, length: int, depth: float, args) -> dict:
+    text, material = material_of(args.teacher, args.data), drill_material_of(args.teacher, args.data)
+    draws = [random.Random(f"{FIGURE_SEED} {DRILLED} {length} {depth} {i}") for i in range(args.samples)]
+    samples = [fact_drills.probe(material, text, length, depth, draw) for draw in draws]
+    cell = {"task": DRILLED, "length": length, "depth": depth, "answers": len(samples)}
+    size, read = max(1, BATCH_TOKENS // length), length <= limit_of(model)
+    found = means(score(model, samples, size, control=False)) if read else None
+    return cell | {"chance": 1 / len(samples[0].answers[0].candidates), "model": found}
 
 
 def needles(args) -> list:
@@ -155,8 +185,14 @@ class Measured:
 
     @staticmethod
     def _recall(cells: list[dict], name: str) -> dict:
-        """Flat figures, for example `fact_1024_choice`."""
+        """Flat figures, for example `fact_1024_choice`, and `fact_1024_far`: the choice where the sentence stands at
+        least `FAR` tokens before the question.
+        """
         found = {}
+        far = [cell for cell in cells if (1 - cell["depth"]) * cell["length"] >= FAR]
+        for row in counted_rows({"cells": far}):
+            if row["model"] is not None:
+                found[f"{row['task']}_{row['length']}_far"] = row["model"]["choice"]
         for row in counted_rows({"cells": cells}):
             if row["model"] is not None:
                 at = f"{row['task']}_{row['length']}"

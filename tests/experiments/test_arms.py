@@ -1,38 +1,44 @@
 """The arms of SmolLM2: which rows are planned, and one arm from the choice of layers to its table."""
 
+import json
 import time
 from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 import typer
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from hf_memmix.assets import asset_path
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common import harness
-from hf_memmix.training.experiments.smollm2 import arms, arms_report
-from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+from hf_memmix.training.experiments.smollm2 import arms, arms_report, measuring
 
 ENVIRONMENT = {"hardware": "a CPU", "commit": "abc"}
 
 
 @pytest.fixture(scope="module")
 def args(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("arms"), tiny_tokenizer()
-    for write in (tiny_teacher(layers=3), tokenizer):
-        write.save_pretrained(folder / "teacher")
-    text = tiny_text(300)
-    tokens = numpy.asarray(tokenizer(text)["input_ids"] * 4, dtype=numpy.uint16)
-    for split in ("train", "heldout", "domain"):
-        numpy.save(folder / f"{split}.npy", tokens)
-    for split in ("dev", "heldout"):
-        (folder / f"{split}.txt").write_text(text)
-    sizes = {"batch_size": 1, "block_size": 16, "length": 96, "lengths": [96], "samples": 1, "measured_tokens": 64}
-    choice = {"choice_samples": 1, "choice_tokens": 96, "window": 4, "sinks": 1, "kept": 1, "seed": 0}
+    folder, teacher = tmp_path_factory.mktemp("arms"), asset_path("tiny_teacher")
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    for split, file in (("train", "dev.txt"), ("heldout", "heldout.txt"), ("domain", "heldout.txt")):
+        text = asset_path(file).read_text(encoding="utf-8")[:40_000]
+        numpy.save(folder / f"{split}.npy", numpy.asarray(tokenizer(text)["input_ids"], dtype=numpy.uint16))
+        (folder / f"{'dev' if split == 'train' else split}.txt").write_text(text, encoding="utf-8")
+    sizes = {
+        "batch_size": 1,
+        "block_size": 128,
+        "length": 128,
+        "lengths": [128],
+        "samples": 1,
+        "measured_tokens": 1024,
+    }
+    choice = {"choice_samples": 1, "choice_tokens": 128, "window": 4, "sinks": 1, "kept": 1, "seed": 0}
     free = {"free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
-    asked = {"arms": ["gka @ times=2"], "given_steps": "3,4", "deadline": float("inf")}
-    return SimpleNamespace(
-        teacher=folder / "teacher", data=folder, out=folder / "a.json", **sizes, **choice, **free, **asked
-    )
+    asked = {"arms": ["gka @ times=2 drills=.5"], "given_steps": "3,4", "compile": False, "deadline": float("inf")}
+    return SimpleNamespace(teacher=teacher, data=folder, out=folder / "a.json", **sizes, **choice, **free, **asked)
 
 
 def with_options(args, **changed):
@@ -61,7 +67,9 @@ def test_an_arm_begins_only_if_it_can_end(args, done):
     assert [row["seed"] for row in arms.rows_to_run(done, short)] == [1]
 
 
-@pytest.mark.parametrize("asked", ["nothing", "gka @ kept", "gka @ kept=few", "gka @ layers=1"])
+@pytest.mark.parametrize(
+    "asked", ["nothing", "gka @ kept", "gka @ kept=few", "gka @ layers=1", "gka @ drills=2", "gka @ answers=1"]
+)
 def test_arms_that_cannot_be_run_are_refused(args, asked):
     with pytest.raises(typer.BadParameter):
         arms.check(with_options(args, arms=[asked]))
@@ -83,10 +91,47 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
         parts = [outcome] if isinstance(outcome, dict) else outcome
         rows.append({**waiting[0], **{key: value for part in parts for key, value in part.items()}})
     teacher, arm = rows
-    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 14 * 16 and arm["heldout_kl"] > 0
-    assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_96_choice"]
-    results = {"rows": rows, "settings": {"lengths": [96], "window": args.window}, "environment": ENVIRONMENT}
-    assert f"| gka | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
+    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 14 * 128 and arm["heldout_kl"] > 0
+    assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_128_choice"]
+    assert {"fact", "drilled"} == {row["task"] for row in arm["recall"]}
+    results = {"rows": rows, "settings": {"lengths": [128], "window": args.window}, "environment": ENVIRONMENT}
+    assert f"| gka, drills 50% | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
+
+
+@pytest.mark.parametrize("asked", ["gka @ drills=.5", "gka @ drills=.5 answers=0", "gka"])
+def test_the_rows_of_an_arm_have_its_share_of_drills_and_its_weight_of_answers(args, asked, done):
+    (row,) = arms.rows_to_run(done[:1], with_options(args, arms=[asked]))
+    data = arms.data_of(row, args)
+    text = measuring.tokens_of(args.data, "train")[: data.blocks.numel()].view_as(data.blocks)
+    drilled = (data.blocks != text).any(1)
+    assert int(drilled.sum()) == (len(data) // 2 if row["drills"] else 0)
+    if row["drills"]:
+        weights = data.loss_mask.sum(1) / args.block_size
+        assert torch.allclose(weights, 1 + drilled.float() * (row["answers"] is None))
+
+
+def test_what_lies_outside_every_window_has_a_table(args):
+    rows = [{"fact_1024_far": 0.9, "fact_2048_far": 0.7}, {"fact_1024_far": 0.25, "fact_2048_far": 0.5}]
+    table, note = arms_report._far("no kept layers", {"teacher": rows[:1], "gka": rows[1:]})
+    assert table.splitlines()[2:] == ["| teacher | 90 |", "| gka | 25 |"]
+    assert arms_report._far("no kept layers", {"teacher": [{"fact_96_choice": 1.0}], "gka": rows[1:]}) == []
+
+
+def test_the_command_trains_on_drills_and_goes_on_where_it_stopped(args, tmp_path):
+    names = ("teacher", "data", "kept", "window", "sinks", "given_steps", "batch_size", "block_size", "length")
+    names += ("choice_samples", "choice_tokens", "samples", "measured_tokens", "free_prompts", "free_tokens")
+    given = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    given += ["--lengths", "128", "--out", str(tmp_path / "drills.json")]
+    asked = ["window 64, first token @ kept=0 drills=.5", "gka + window 64, first token @ kept=0 drills=.5 rate=2"]
+    app, found = typer.Typer(), []
+    app.command()(arms.main)
+    for count in (1, 2):
+        names = [part for arm in asked[:count] for part in ("--arms", arm)]
+        result = CliRunner().invoke(app, [*given, *names])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads((tmp_path / "drills.json").read_text())["rows"])
+    assert [row["arm"] for row in found[1]] == ["teacher", *(arm.partition(" @ ")[0] for arm in asked)]
+    assert found[1][:2] == found[0] and found[1][2]["rate"] == 2 and found[1][2]["same_texts"] >= 0
 
 
 def test_seeds_of_an_arm_share_a_line_and_lengths_that_the_teacher_fails_are_left_out(args):

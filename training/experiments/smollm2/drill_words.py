@@ -3,50 +3,50 @@
 from hf_memmix.training.evaluation.probes.tasks import Form
 
 _FORMS = """
+ The boat of{} is named = How is the boat of{} named?
+ The key of{} is marked with a = What is the mark on the key of{}?
+{} got a ticket with the word = Which word was on the ticket of{}?
+ In the play{} is the = What is{} in the play?
+ The table of{} has the sign of the = Which sign is on the table of{}?
+ The number of{} is written next to the = Next to what is the number of{} written?
+ The card of{} shows a picture of a = What is on the card of{}?
+{} is known as the = As what is{} known?
+ On the door of{} is a picture of a = What is on the door of{}?
+ The sticker on the bag of{} is a = What is the sticker on the bag of{}?
+ The answer of{} was = What was the answer of{}?
+{} was asked to bring the = What was{} asked to bring?
 {} has bought the = What has{} bought?
 {} is hiding the = What is{} hiding?
 {} was afraid of the = What was{} afraid of?
 {} repaired the = What did{} repair?
-{} painted the = What did{} paint?
 {} was waiting for the = What was{} waiting for?
 {} complained about the = What did{} complain about?
 {} borrowed the = What did{} borrow?
-{} has found the = What has{} found?
 {} had forgotten the = What had{} forgotten?
 {} laughed at the = What did{} laugh at?
-{} threw away the = What did{} throw away?
 {} asked for the = What did{} ask for?
 {} was given the = What was{} given?
 {} broke the = What did{} break?
 {} stole the = What did{} steal?
 {} talked about the = What did{} talk about?
-{} wanted to see the = What did{} want to see?
 {} was proud of the = What was{} proud of?
 {} took care of the = What did{} take care of?
 {} paid for the = What did{} pay for?
 {} made a film about the = What did{} make a film about?
-{} sat next to the = What did{} sit next to?
 {} stood behind the = What did{} stand behind?
-{} carried the = What did{} carry?
 {} cleaned the = What did{} clean?
 {} sings about the = What does{} sing about?
 {} pointed at the = What did{} point at?
-{} tripped over the = What did{} trip over?
-{} knew everything about the = What did{} know everything about?
 {} won the = What did{} win?
-{} ordered the = What did{} order?
 {} measured the = What did{} measure?
-{} wrapped the = What did{} wrap?
-{} will bring the = What will{} bring?
- The birthday present for{} was the = What was the birthday present for{}?
- The first thing that{} saw was the = What did{} see first?
  In the room of{} they put the = What did they put in the room of{}?
  Nobody but{} could lift the = What could nobody but{} lift?
  Everyone thanked{} for the = What did everyone thank{} for?
- At the market{} looked at the = What did{} look at in the market?
  For a whole year{} had kept the = What had{} kept for a whole year?
 """
 FORMS = tuple(Form(*line.split(" = ")) for line in _FORMS.strip("\n").split("\n"))
+# what stands before several questions; nothing is as likely as each of them
+LEADS = ("", "\n\nTo sum up:", "\n\nWhat was said before:", "\n\nRemember:", "\n\nWhat we know:")
 
 _NAMES = """
 Aaron Abigail Agnes Albert Alex Alfred Angela Arthur Austin Beth Betty Brenda Bruce Carl Catherine Cynthia Deborah

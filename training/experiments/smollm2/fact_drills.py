@@ -1,9 +1,9 @@
 """Rows of training in which a person's facts are said in text and asked again later, for students of SmolLM2.
 
-"Fiona has bought the lantern." is said somewhere in text of the corpus, and from 16 tokens to a whole row later the
-sentence begins again, or a question asks for it. Each fact of a row has another sentence, another person and another
-thing, because the teacher confuses facts that differ in the person alone. What stands around is text of other
-documents.
+"Fiona has bought the lantern." is said somewhere in text of the corpus. Later in the row the sentence begins again, or
+a question asks for it: most often in a list of such questions, in the text or at its end, since the teacher answers
+them better there than alone in other text. Each fact of a row has another sentence, another person and another thing,
+because the teacher confuses facts that differ in the person alone. What stands around is text of the corpus.
 
 The drills have no sentence, question, name or thing of the probes (`memmix eval`), and their words begin with other
 tokens. So probes of students measure recall, not what a drill has taught about a word. The product's own drills
@@ -24,14 +24,14 @@ from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.tasks import NAMES as KEYS_OF_PROBES
 from hf_memmix.training.evaluation.probes.tasks import Form, needle, sentence
 from hf_memmix.training.experiments.common.debian_text import END
-from hf_memmix.training.experiments.smollm2.drill_words import FORMS, NAMES, THINGS
+from hf_memmix.training.experiments.smollm2.drill_words import FORMS, LEADS, NAMES, THINGS
 
-FEWEST, MOST = 8, 28  # facts of a row
+FEWEST, MOST = 8, 24  # facts of a row
 TOKENS_OF_A_FACT = 64  # a row has at least so many for each fact
-NEAREST = 16  # tokens from a sentence to its question
-ANY_DISTANCE = 0.75  # share of the questions at any later place; the others are near or far in equal ratios
-IN_WORDS = 0.4  # share of the facts that are asked as a question
-TWICE = 0.3  # share of the facts that are asked two times
+LISTS = 2  # at most so many lists of questions beside the one at the end
+IN_WORDS = 0.4  # share of the lists and of the single facts that are asked as questions
+ALONE = 0.25  # share of the facts that are also asked alone
+TWICE = 0.3  # share of the facts that are asked in two lists, if there are two
 
 
 class FactMaterial(DrillMaterial):
@@ -54,27 +54,26 @@ def asked_of(material: Material, form: Form, key, in_words: bool) -> list[int]:
     return [*question, *form.told(material, key)]
 
 
-def later(place: float, length: int, draw: random.Random) -> float:
-    """The place of a question about what is said at `place`, both from 0 to 1."""
-    if draw.random() < ANY_DISTANCE:
-        return draw.uniform(place, 1)
-    least = NEAREST / length
-    return min(1.0, place + least * max(1.0, (1 - place) / least) ** draw.random())
-
-
 def facts(material: FactMaterial, length: int, draw: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
     """A row of `length` tokens, and where its answers begin and end."""
     count = min(draw.randint(FEWEST, MOST), max(1, length // TOKENS_OF_A_FACT), len(material.names))
-    events: list[Event] = []
+    lists = {draw.uniform(0.2, 0.9): draw.random() < IN_WORDS for _ in range(draw.randint(0, LISTS))} | {
+        1.0: draw.random() < IN_WORDS
+    }
+    events: list[Event] = [(place, material.piece(draw.choice(LEADS)), None) for place in lists]
     pools = (FORMS, material.names, material.values)
     for form, key, value in zip(*(draw.sample(pool, count) for pool in pools), strict=True):
         place = min(place_of(draw), place_of(draw))  # early, so that more questions are far
-        said = form.told(material, key)
-        events.append((place, [*said, *sentence(material, value, ".")], None))
-        for _ in range(2 if draw.random() < TWICE else 1):
-            asked = asked_of(material, form, key, draw.random() < IN_WORDS)
-            answer = (len(asked), len(value[1]))
-            events.append((later(place, length, draw), [*asked, *sentence(material, value, ".")], answer))
+        told = [*form.told(material, key), *sentence(material, value, ".")]
+        after = [at for at in lists if at > place]
+        asked = [(at, lists[at]) for at in draw.sample(after, min(len(after), 2 if draw.random() < TWICE else 1))]
+        if draw.random() < ALONE:
+            asked.append((draw.uniform(place, 1), draw.random() < IN_WORDS))
+        events.append((place, told, None))
+        for at, in_words in asked:
+            question = asked_of(material, form, key, in_words)
+            answer = (len(question), len(value[1]))
+            events.append((at, [*question, *sentence(material, value, ".")], answer))
     return woven(material, length, events, draw)
 
 

@@ -94,7 +94,8 @@ class TokenBlocks(Dataset):
     """Rows of a token stream [N]: item i is `{"input_ids": [block_size]}`. Tokens that fill no row are left out.
 
     With `positions` [rows, block_size] (packed documents) an item also has `"position_ids"`, and with
-    `loss_mask` [rows, block_size], which is true where the prediction of the next token counts, `"loss_mask"`.
+    `loss_mask` [rows, block_size], which is true where the prediction of the next token counts or says how much it
+    weighs, `"loss_mask"`.
     """
 
     def __init__(

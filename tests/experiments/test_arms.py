@@ -149,6 +149,6 @@ def test_seeds_of_an_arm_share_a_line_and_lengths_that_the_teacher_fails_are_lef
     rows = [common | teacher | {"arm": "teacher"}]
     for keep, ratio in (([0], 1.5), ([], 1.1), ([], 1.3)):
         rows.append(common | {"keep": keep, "domain_ppl_ratio": ratio})
-    results = {"rows": rows, "settings": {"lengths": [96, 99], "window": 4}, "environment": ENVIRONMENT}
+    results = {"rows": rows, "settings": {"lengths": [48, 96, 99], "window": 4}, "environment": ENVIRONMENT}
     table = arms_report.table(results)
     assert "| 1.100 to 1.300 | 50 | 90 |\n" in table and "| 1.500 | 50 | 90 |\n" in table

@@ -21,7 +21,7 @@ from hf_memmix.training.experiments.common.rates import (
     rates_to_try,
     trained_and_failed,
 )
-from hf_memmix.training.experiments.common.report import cells_not_run, joined, rows_table, spread_note
+from hf_memmix.training.experiments.common.report import joined, rows_table, spread_note
 from hf_memmix.training.experiments.gka import recall
 
 ENVIRONMENT = {"hardware": "a CPU", "commit": "abc"}
@@ -231,12 +231,8 @@ def test_the_spread_is_the_sample_standard_deviation():
     assert spread_text([None], 1) == spread_text([], 3) == ""
 
 
-def test_captions_count_seeds_and_name_cells_that_were_not_run():
+def test_captions_count_seeds():
     assert "over 2 or 3 seeds" in spread_note([[{}] * 3, [{}] * 2]) and "over seeds" in spread_note([[{}]])
-    rows = [{"model": model, "context": context} for model, context in (("a", 8), ("b", 8), ("a", 16), ("a", 32))]
-    settings = {"models": ["b", "a", "planned"], "contexts": [8, 16, 32]}
-    assert "16: b" in cells_not_run({"settings": settings, "rows": rows})
-    assert cells_not_run({"settings": settings | {"contexts": [8]}, "rows": rows}) == ""
 
 
 def test_a_table_of_rows_has_the_seeds_at_the_best_rate_and_leaves_out_what_failed():

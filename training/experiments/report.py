@@ -52,6 +52,7 @@ TABLES = {
     "coffee_tables": coffee.report,
     "echo_transfer": of_one(echo.report),
     "echo_ablation": of_one(echo.report),
+    "echo_mqar": of_one(echo.recall_grid),
     "recall_teacher": of_one(recall_teacher.teacher_section),
     "recall_grid": of_one(recall_teacher.section),
     "kept_layers": of_one(kept_layers.table),

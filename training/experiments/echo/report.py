@@ -170,6 +170,23 @@ def ablation_table(results: dict) -> str:
     return markdown_table(head, lines)
 
 
+def recall_grid(results: dict) -> str:
+    """One line per model, one column per number of pairs and gap: accuracy at the best learning rate."""
+    rows = [row for row in results["rows"] if "accuracy" in row]
+    cells = sorted({(row["gap"], row["pairs"]) for row in rows})
+    figures = {
+        (model, *cell): at_best_rate(rows, model=model, gap=cell[0], pairs=cell[1])
+        for model in dict.fromkeys(row["model"] for row in rows)
+        for cell in cells
+    }
+    lines = [
+        [model, *(spread_text([100 * row["accuracy"] for row in figures[model, *cell]], 1) for cell in cells)]
+        for model in dict.fromkeys(model for model, *_ in figures)
+    ]
+    head = ["accuracy, %", *(f"{pairs} pairs, gap {gap}" for gap, pairs in cells)]
+    return f"{markdown_table(head, lines)}\n\n{spread_note(figures.values())} {measured_at(results)}."
+
+
 def report(results: dict) -> str:
     """The tables of one experiment, the number of measurements that failed, the hardware and the commits."""
     table = transfer_tables if results["experiment"] == "echo_transfer" else ablation_table

@@ -23,7 +23,6 @@ import typer
 from torch import Tensor
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import Experiment, measured_at
 from hf_memmix.training.experiments.common.options import Options
 
@@ -207,7 +206,7 @@ def table(results: dict) -> str:
     """The errors of the estimators by drift, and those of the reversed backward pass."""
     kalman_rows = [row for row in results["rows"] if row["part"] == "kalman"]
     names = list(kalman_rows[0]["errors"])
-    lines = [[name, *(spread_text(row["errors"][name], 4) for row in kalman_rows)] for name in names]
+    lines = [[name, *(f"{statistics.fmean(row['errors'][name]):.4f}" for row in kalman_rows)] for name in names]
     head = ["mean square error, state keeps", *(f"{row['keep']:g}" for row in kalman_rows)]
     reversals = [row for row in results["rows"] if row["part"] == "reversed"]
     ways = list(reversals[0]["log10_errors"])
@@ -219,7 +218,7 @@ def table(results: dict) -> str:
     second_head = ["reversed in", "iterations", *ways, *(f"divisor, {name}" for name in reversals[0]["divisors"])]
     distance = next(row["distance_from_ridge"] for row in kalman_rows if "distance_from_ridge" in row)
     return (
-        f"{markdown_table(head, lines)}\n\n{SPREAD_NOTE} {len(SEEDS)} seeds. Without drift the filter is the ridge"
+        f"{markdown_table(head, lines)}\n\nMeans of {len(SEEDS)} seeds. Without drift the filter is the ridge"
         f" regression: they differ by {distance:.0e} at most.\n\n{markdown_table(second_head, second)}\n\nRelative"
         f" error of dH (geometric mean of {PROBLEMS} problems with {', '.join(map(str, PAIRS))} pairs of"
         f" {DIMENSION} dimensions). {measured_at(results)}."

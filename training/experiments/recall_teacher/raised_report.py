@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.report import (
     GATE_LENGTH,
     PROBES,
-    error_note,
     mean_text,
+    mebibytes,
     probe_cells,
     probe_titles,
 )
@@ -32,16 +32,16 @@ def name_of(name: str, run: dict) -> str:
 
 def raised_table(runs: dict[str, dict], grid: dict) -> str:
     """One line per student, with its tokens, below the teacher."""
-    head = ["student", "state", "tokens, millions", "perplexity ratio", "KL", *probe_titles()]
+    head = ["student", "state, MiB", "tokens, millions", "perplexity ratio", "KL", *probe_titles()]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
     lines = [["teacher", "grows", "", "1", "0", *probe_cells(teacher)]] if teacher else []
     for name, run in runs.items():
         figures = [mean_text([run], key) for key in ("heldout_ppl_ratio", "heldout_kl")]
-        state, read = bytes_text(run["state_bytes"]), f"{tokens_read(run) / 1e6:.1f}"
+        state, read = mebibytes(run["state_bytes"]), f"{tokens_read(run) / 1e6:.1f}"
         lines.append([name_of(name, run), state, read, *figures, *probe_cells([run])])
     commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
     hardware = next(iter(runs.values()))["environment"]["hardware"]
-    notes = f"One recipe, written for GKA. {error_note([*runs.values()])} {hardware}, commits {', '.join(commits)}."
+    notes = f"One recipe, written for GKA. {hardware}, commits {', '.join(commits)}."
     return f"{markdown_table(head, lines, figures=True)}\n\n{notes}"
 
 

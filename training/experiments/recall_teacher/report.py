@@ -2,7 +2,7 @@
 
 import statistics
 
-from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import Panel, draw
@@ -107,6 +107,10 @@ def probe_cells(rows: list[dict]) -> list[str]:
     return cells
 
 
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.2f}"
+
+
 def mean_text(rows: list[dict], key: str) -> str:
     """The mean over seeds, in three digits."""
     return f"{statistics.fmean(row[key] for row in rows):.3f}"
@@ -114,7 +118,7 @@ def mean_text(rows: list[dict], key: str) -> str:
 
 def table(results: dict) -> str:
     """One line per student without kept layers or with chosen ones: quality on held-out text, and recall by length."""
-    head = ["kept", "mixer", "state", "perplexity ratio", "KL", *probe_titles()]
+    head = ["kept", "mixer", "state, MiB", "perplexity ratio", "KL", *probe_titles()]
     lines = []
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     if teacher:
@@ -124,7 +128,7 @@ def table(results: dict) -> str:
             continue
         name += f": {letters_of(rows)}" if how == "mixture" else ""
         figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
-        state = bytes_text(rows[0]["state_bytes"])
+        state = mebibytes(rows[0]["state_bytes"])
         lines.append([str(keep), name, state, *figures, *probe_cells(rows)])
     failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
     notes = [f"{row.get('layout')}, {row['stage']}: {row.get('error', 'the loss is not finite')}" for row in failed]

@@ -114,7 +114,8 @@ def table(results: dict) -> str:
     settings = results["settings"]
     tasks = settings.get("tasks", ["niah", "mqar"])
     names = [{"niah": "needle", "mqar": "pairs"}.get(task, task) for task in tasks]
-    head, lines, rules = ["choice", "layers", "KL", "perplexity", "domain", *names], [], {}
+    domain = ["domain"] * any("domain" in row["student"] for row in results["rows"])
+    head, lines, rules = ["choice", "layers", "KL", "perplexity", *domain, *names], [], {}
     for row in results["rows"]:
         rules.setdefault((row["count"], *row["keep"]), []).append(row["rule"])
     for row in sorted(results["rows"], key=lambda row: row["count"]):
@@ -122,15 +123,15 @@ def table(results: dict) -> str:
         if row["rule"] != same[0]:
             continue
         found = row["student"]
-        domain = f"{found['domain']['ppl_ratio']:.3f}" if "domain" in found else ""
         recalled = [" ".join(f"{s['choice']:.0%}" for s in found[t]["student"].values()) for t in tasks]
-        figures = [f"{found['text']['kl']:.4f}", f"{found['text']['ppl_ratio']:.3f}", domain, *recalled]
+        ratios = [f"{found[text]['ppl_ratio']:.3f}" for text in ("text", *domain)]
+        figures = [f"{found['text']['kl']:.4f}", *ratios, *recalled]
         lines.append(["; ".join(same), ", ".join(map(str, row["keep"])), *figures])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nAll other layers read {settings['window']} tokens; no"
-        f" training. Perplexity and domain: ratios. {' and '.join(names).capitalize()}: choice among the candidates at"
-        f" {lengths} tokens; {measured_at(results)}."
+        f" training. Perplexity{' and domain' * len(domain)}: ratio. {' and '.join(names).capitalize()}: choice among"
+        f" the candidates at {lengths} tokens; {measured_at(results)}."
     )
 
 

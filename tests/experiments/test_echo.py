@@ -4,11 +4,14 @@ import argparse
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hf_memmix.training.experiments.common.fit import MODELS, build
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
+from hf_memmix.training.experiments.echo import feed_forward
 from hf_memmix.training.experiments.echo import suite as echo_suite
 from hf_memmix.training.experiments.echo import transfer as echo_transfer
 from hf_memmix.training.experiments.echo.tasks import TASKS, draw_examples
@@ -80,3 +83,21 @@ def test_refreshing_changes_a_model_and_decoding_does_not():
     with torch.no_grad():
         a, b = (echo_suite.value_logits(m, examples, True) for m in (model, refreshed))
     assert (a - b).abs().max() > 1e-4
+
+
+def test_feed_forwards_have_equal_parameters(easy_text):
+    """But for the one that is as wide as SwiGLU; every one trains, and eigenvalues do not decay."""
+    args = SimpleNamespace(
+        hidden_size=256, layers=1, heads=4, batch_tokens=64, tokens=128, lrs=[1e-3], deadline=math.inf, text=easy_text
+    )
+    found = {}
+    for row in feed_forward.rows_to_run([], args):
+        found[row["feed_forward"]] = feed_forward.run(row | {"context": 32}, args)
+    counts = {name: result["parameters"] for name, result in found.items()}
+    assert all(math.isfinite(result["perplexity"]) for result in found.values())
+    wide = counts.pop("Koopman, a third fewer")
+    assert max(counts.values()) < 1.002 * min(counts.values()) and wide < 0.99 * min(counts.values())
+    model = build(args, *MODELS["mamba2"], vocab=64, context=32, seed=0)
+    feed_forward.replace_feed_forwards(model, "Koopman")
+    *_, spared = feed_forward.groups_of(model)
+    assert any(p is model.model.layers[0].mlp.spectrum for p in spared["params"]) and spared["weight_decay"] == 0

@@ -151,6 +151,7 @@ def fit(
     constant_rate_share: float = 0.0,
     warmup_steps: int | None = None,
     groups: list[dict] | None = None,
+    graphed: bool = True,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -163,6 +164,7 @@ def fit(
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
         groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
+        graphed: on a GPU, capture a step as a CUDA graph.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
@@ -198,7 +200,7 @@ def fit(
         optimizer.step()
         return torch.stack([loss.detach().float(), norm.float()])
 
-    update = GraphedFunction(update) if on_gpu else update
+    update = GraphedFunction(update) if on_gpu and graphed else update
     every, began = max(1, steps // POINTS), time.time()
     curve, norms, largest = [], [], torch.zeros((), device=device())
     for step in range(steps):
@@ -229,20 +231,30 @@ def train_language_model(
     args: SimpleNamespace,
     mixer: str | list[str],
     options: dict,
+    prepare: Callable | None = None,
     warmup_steps: int | None = None,
+    groups_of: Callable | None = None,
 ) -> dict:
     """Train a language model with a context of `row["context"]` tokens on the training text and measure it.
+
+    Args:
+        prepare: called with the new model before its training.
+        warmup_steps: as in `fit`.
+        groups_of: called with the model; returns `groups` of `fit`.
 
     Returns the result of `fit`, the number of parameters and of trained tokens, the losses on the development and the
     held-out text, the held-out perplexity, and `gate_quantiles`.
     """
     context, seed = row["context"], row["seed"]
     model = build(args, mixer, options, vocab=VOCAB, context=context, seed=seed)
+    if prepare is not None:
+        prepare(model)
     batch = max(1, args.batch_tokens // context)
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
     loss_of = functools.partial(next_token_loss, model)
-    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup_steps)
+    options = {"warmup_steps": warmup_steps, "groups": None if groups_of is None else groups_of(model)}
+    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), **options)
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:
         return result

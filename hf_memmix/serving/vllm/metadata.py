@@ -20,7 +20,7 @@ graph of decode, in which no row starts anew. Then such a prompt decodes too, an
 before.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class MemoryMetadata(BaseMambaAttentionMetadata):
 
     first_tokens: Tensor | None = None
     starts_anew: Tensor | bool | None = None
+
+
+# vLLM 0.26 asks for fields that later versions do not have
+NOTHING = {field.name: None for field in fields(MemoryMetadata) if field.default is MISSING}
 
 
 class MemoryMetadataBuilder(ShortConvAttentionMetadataBuilder):
@@ -88,18 +92,16 @@ class MemoryMetadataBuilder(ShortConvAttentionMetadataBuilder):
             self.vllm_config.cache_config.mamba_cache_mode,
         )
         metadata = MemoryMetadata(
-            num_prefills=0,
-            num_prefill_tokens=0,
-            num_decodes=batch.num_reqs,
-            num_decode_tokens=batch.num_actual_tokens,
-            num_reqs=batch.num_reqs,
-            has_initial_states_p=None,
-            query_start_loc_p=None,
-            state_indices_tensor_p=None,
-            state_indices_tensor_d=pages[:, :1],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            seq_lens=batch.seq_lens,
+            **NOTHING
+            | {
+                "num_prefills": 0,
+                "num_prefill_tokens": 0,
+                "num_decodes": batch.num_reqs,
+                "num_decode_tokens": batch.num_actual_tokens,
+                "num_reqs": batch.num_reqs,
+                "state_indices_tensor_d": pages[:, :1],
+                "seq_lens": batch.seq_lens,
+            }
         )
         return self._update_metadata_for_cudagraph_capture(metadata)
 

@@ -1,23 +1,27 @@
-"""Throughput, capacity and time to the first token on vLLM: a Llama shape, and the same with GKA layers.
+"""Throughput, capacity and time to the first token on vLLM: a Llama shape, and the same with memory layers.
 
-    python kernels/benchmarks/benchmark_serving.py --out kernels/benchmarks/results/serving_h200.json --models gka
+    python kernels/benchmarks/benchmark_serving.py --out kernels/benchmarks/results/serving_h200.json
     python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --lengths 16384 --concurrency 64
     python kernels/benchmarks/benchmark_serving.py --out FILE --merge OTHER.json ANOTHER.json
 
 Random weights from a configuration, random tokens as prompts, greedy answers of a fixed length. Rows are added to the
 file, a row of the same point is replaced, and the plot beside it is drawn anew. `--merge` measures nothing and adds
-the rows of other files, which several GPUs may have written at the same time. Three measurements:
+the rows of other files, which several GPUs may have written at the same time. Four measurements:
 
     fit         sequences of a length whose blocks fit into the memory that vLLM gives to sequences
     throughput  that many prompts at once, without prefix caching: requests/s and output tokens/s of the whole run, and
                 tokens/s of the steps from the last prompt's first token to the end of the first answer, in which all
-                sequences decode. A point that was left out is a row with the reason
+                sequences decode. Of several runs, that with the median speed of decoding is the row, which has the
+                slowest and the fastest as well. A point that was left out is a row with the reason
+    host        microseconds of a decode step of 1 and 16 sequences, by function of the host and by kernel of the GPU
+                (serving_profile.py)
     prefix      seconds to the first token of one prompt, and of a second prompt that shares all but its last tokens
 
-Before a point is measured, a short run of the same shape compiles its Triton kernels. If kernels are still compiled
-during the measurement, it is repeated. Llama runs as vLLM's own model. Engines run in this process, one after the
-other. On a GPU give one model and either "prefix" or other parts per call: after the first engine, PyTorch 2.11
-refuses to capture the CUDA graphs of the second.
+Before a point is measured, a short run of the same shape compiles its Triton kernels. A run in which kernels are still
+compiled counts only if there is no other. Llama runs as vLLM's own model and through its Transformers backend. Every
+engine has a process of its own, because PyTorch 2.11 refuses to capture the CUDA graphs of a second one, and has what
+vLLM's defaults give it: the model runner, torch.compile and the modes of CUDA graphs. For a model that fails the run
+goes on with the next one, and ends with an error.
 
 Answers are compared with `generate()` by tests/serving (`make serve-test`), which also runs on a GPU.
 """
@@ -28,6 +32,8 @@ import gc
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,6 +42,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the scheduler is
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+from serving_profile import Host, measure_gpu
 from transformers import LlamaConfig
 
 import hf_memmix
@@ -50,21 +57,35 @@ SHAPES = {
         "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2**12,
     },
 }  # fmt: skip
-MODELS = {"llama": "Llama", "gka": "every layer GKA", "gka_3of4": "3 of 4 layers GKA"}
-PARTS = ("fit", "throughput", "prefix")
+WINDOW = 512  # tokens
+MODELS = {
+    "llama": "Llama",
+    "gka": "every layer GKA",
+    "gka_3of4": "3 of 4 layers GKA",
+    "llama_transformers": "Llama through the Transformers backend",
+    "gka_window": f"every layer GKA beside a window of {WINDOW} tokens",
+    "window": f"every layer a window of {WINDOW} tokens and the first token",
+}
+OPTIONS = {
+    "gka_window": {"gka": {"local_window": WINDOW}, "window": {"use_rope": True}},
+    "window": {"window": {"window": WINDOW, "sinks": 1, "use_rope": True}},
+}
+PARTS = ("fit", "throughput", "host", "prefix")
 TAIL = 64  # tokens of a prompt that are new although its prefix is known
 MIN_STEPS = 8  # of a measurement of decoding alone
-REPEATS = 3  # measurements of a point at most, until no kernel is compiled during one
+LONG = 6.0  # seconds: a point that takes longer is measured once
+HOST_SEQUENCES = (1, 16)
 
 
 def save_model(folder: Path, model: str, shape: str) -> Path:
     """A folder with a config.json, from which vLLM makes random weights."""
     config = LlamaConfig(**SHAPES[shape], dtype="bfloat16", bos_token_id=0, eos_token_id=1)
     config.architectures = ["LlamaForCausalLM"]
-    if model != "llama":
+    if not model.startswith("llama"):
+        mixer = "window" if model == "window" else "gka"
         every = 4 if model == "gka_3of4" else config.num_hidden_layers + 1
-        kinds = ["attention" if i % every == every - 1 else "gka" for i in range(config.num_hidden_layers)]
-        config = hf_memmix.memmix_config(config, mixer_types=kinds)
+        kinds = ["attention" if i % every == every - 1 else mixer for i in range(config.num_hidden_layers)]
+        config = hf_memmix.memmix_config(config, mixer_types=kinds, mixers=OPTIONS.get(model, {}))
         config.architectures = ["MemMixLlamaForCausalLM"]
     config.save_pretrained(folder / model)
     return folder / model
@@ -106,6 +127,7 @@ class Engine:
             max_num_seqs=max(args.concurrency), enable_prefix_caching=caching, dtype=args.dtype,
             enforce_eager=args.eager, gpu_memory_utilization=args.memory, disable_log_stats=True,
             long_prefill_token_threshold=args.pieces if caching else 0,
+            model_impl="transformers" if folder.name == "llama_transformers" else "auto",
         )  # fmt: skip
         print(f"the engine started in {time.perf_counter() - start:.0f} s", flush=True)
         self.vocabulary = SHAPES[args.shape]["vocab_size"]
@@ -115,6 +137,18 @@ class Engine:
     @property
     def scheduler(self):
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def runner(self):
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    def defaults(self) -> dict:
+        """What vLLM has chosen for this model."""
+        return {
+            "runner": type(self.runner).__module__.removeprefix("vllm.v1.worker."),
+            "graphs": self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name,
+            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+        }
 
     def fit(self, length: int) -> int:
         """Sequences of `length` tokens whose blocks are there at once; one block belongs to no sequence."""
@@ -150,16 +184,41 @@ class Engine:
         self.finish()
 
     def throughput(self, length: int, count: int, end: float) -> dict:
-        """`count` prompts of `length` tokens, submitted at once. If kernels are compiled meanwhile, the measurement is
-        repeated, as long as there is time for it before `end`.
+        """`count` prompts of `length` tokens, submitted at once: the run with the median speed of decoding, of those
+        in which no kernel was compiled. No run begins that would end after `end`.
         """
-        for _ in range(REPEATS):
+        clean, compiled = [], None
+        for _ in range(2 * self.args.repeats):
             before = self.compilations.count
             row = self._throughput(length, count)
-            compiled = self.compilations.count - before
-            if not compiled or time.perf_counter() + row["seconds"] > end:
+            row["kernels_compiled_meanwhile"] = self.compilations.count - before
+            if row["kernels_compiled_meanwhile"]:
+                compiled = row
+            else:
+                clean.append(row)
+            is_enough = len(clean) >= (1 if row["seconds"] > LONG else self.args.repeats)
+            if is_enough or time.perf_counter() + row["seconds"] > end:
                 break
-        return row | {"kernels_compiled_meanwhile": compiled}
+        runs = sorted(clean or [compiled], key=lambda row: row["decode_tokens_per_s"] or row["output_tokens_per_s"])
+        speeds = [row["decode_tokens_per_s"] for row in runs if row["decode_tokens_per_s"]]
+        slowest_and_fastest = [min(speeds), max(speeds)] if speeds else None
+        return runs[len(runs) // 2] | {"runs": len(runs), "decode_slowest_and_fastest": slowest_and_fastest}
+
+    def host(self, length: int, count: int) -> dict:
+        """Where the time of a decode step of `count` sequences goes."""
+        self.submit(length, count, self.args.new_tokens)
+        seen = set()
+        while len(seen) < count:
+            seen |= self.step().keys()
+        for _ in range(5):
+            self.step()
+        host = Host(self.runner, self.scheduler)
+        found = host.measure(self.step)
+        host.close()
+        if torch.cuda.is_available():
+            found |= measure_gpu(self.step)
+        self.finish()
+        return found
 
     def _throughput(self, length: int, count: int) -> dict:
         new, core = self.args.new_tokens, self.llm.llm_engine
@@ -224,28 +283,29 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
-def measure(folder: Path, args):
-    """Yield the rows of all models."""
-    end = time.perf_counter() + args.seconds
-    for model in args.models:
-        path = save_model(folder, model, args.shape)
-        for caching in (False, True):
-            parts = [part for part in args.parts if (part == "prefix") == caching]
-            if not parts:
-                continue
-            engine = Engine(path, args, caching)
-            for length in args.lengths:
-                point = {"model": model, "tokens": length}
-                if "fit" in parts:
-                    yield {"part": "fit", **point, "sequences": engine.fit(length + args.new_tokens)}
-                if "prefix" in parts:
-                    engine.prefix(length, first_seed=1000 * length)  # compiles
-                    found = engine.prefix(length, first_seed=1000 * length + 500)
-                    yield {"part": "prefix", **point, "pieces": args.pieces, **found}
-            if "throughput" in parts:
-                for row in measure_throughput(engine, args, end):
-                    yield {"part": "throughput", "model": model, **row}
-            engine.close()
+def measure(folder: Path, args, end: float):
+    """Yield the rows of one model. `args.parts` are either "prefix" alone or without it."""
+    (model,) = args.models
+    caching = args.parts == ["prefix"]
+    engine = Engine(save_model(folder, model, args.shape), args, caching)
+    chosen = {"model": model} | engine.defaults()
+    for length in args.lengths:
+        point = chosen | {"tokens": length}
+        if "fit" in args.parts:
+            yield {"part": "fit", **point, "sequences": engine.fit(length + args.new_tokens)}
+        if caching:
+            engine.prefix(length, first_seed=1000 * length)  # compiles
+            found = engine.prefix(length, first_seed=1000 * length + 500)
+            yield {"part": "prefix", **point, "pieces": args.pieces, **found}
+    if "throughput" in args.parts:
+        for row in measure_throughput(engine, args, end):
+            yield {"part": "throughput", **chosen, **row}
+    if "host" in args.parts:
+        length = min(args.lengths)
+        engine.warm_up(length, max(HOST_SEQUENCES))
+        for count in HOST_SEQUENCES:
+            yield {"part": "host", **chosen, "tokens": length, "sequences": count, **engine.host(length, count)}
+    engine.close()
 
 
 def measure_throughput(engine: Engine, args, end: float):
@@ -280,7 +340,7 @@ def key_of(row: dict) -> tuple:
         row["part"],
         row["model"],
         row["tokens"],
-        row["sequences"] if row["part"] == "throughput" else row.get("pieces"),
+        row["sequences"] if row["part"] in ("throughput", "host") else row.get("pieces"),
     )
 
 
@@ -346,8 +406,13 @@ def main():
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--most-tokens", type=int, default=2**23, help="leave out points with more prompt tokens")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out points that take longer")
-    parser.add_argument("--repeats", type=int, default=3, help="prompts of a measurement of the first token")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="of a model, with its start: points that take longer are left out",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of a point, prompts of a measurement of a prefix")
     parser.add_argument(
         "--pieces", type=int, default=0, help="for the prefix: vLLM's --long-prefill-token-threshold, 0 without it"
     )
@@ -357,27 +422,53 @@ def main():
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs")
     args = parser.parse_args()
 
-    record = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     if args.merge:
+        record = load(args.out)
         merge(record, args.merge)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-    else:
-        run(record, args)
-    plot(record, args.out.with_suffix(".png"))
+        write(args.out, record)
+        return
+    alone = [part for part in args.parts if part == "prefix"]
+    together = [part for part in args.parts if part != "prefix"]
+    engines = [(model, parts) for model in args.models for parts in (together, alone) if parts]
+    if len(engines) == 1:
+        run(args)
+        return
+    failed = [" ".join([model, *parts]) for model, parts in engines if not run_alone(model, parts)]
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
-def run(record: dict, args):
+def run_alone(model: str, parts: list[str]) -> bool:
+    """Measure parts of one model in a process of its own, which writes the same file; whether it succeeded."""
+    print(f"{model}: {', '.join(parts)}", flush=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--models", model, "--parts", *parts]
+    return subprocess.run(command).returncode == 0
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+
+def write(path: Path, record: dict):
+    """The record, and the plot beside it."""
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    plot(record, path.with_suffix(".png"))
+
+
+def run(args):
     """Measure, and write the record after each row."""
+    end = time.perf_counter() + args.seconds
     import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    record |= {"device": device, "shape": SHAPES[args.shape], "dtype": args.dtype}
+    record = load(args.out) | {"device": device, "shape": SHAPES[args.shape], "dtype": args.dtype}
     record |= {"vllm": vllm.__version__, "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as folder:
-        for row in measure(Path(folder), args):
+        for row in measure(Path(folder), args, end):
             print(json.dumps(row), flush=True)
             add(record, row | {"commit": args.commit})
             args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(args.out, record)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.tables.costs import _by_reason
 
 LENGTHS = (2048, 65536)
-CONVERTED = ("gka", "gka_3of4")  # models of benchmark_serving.py; the one that is left is the transformer
+# models of benchmark_serving.py; those that are left are the transformer
+CONVERTED = ("gka", "gka_3of4", "gka_window", "window")
 # the shape of Llama 3.2 1B
 SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
@@ -89,7 +90,8 @@ def _rows(part: str) -> list[dict]:
 
 def _names_of_models(rows: list[dict]) -> list[str]:
     """The models of these rows, the transformer first."""
-    return sorted({row["model"] for row in rows}, key=lambda name: name in CONVERTED and 1 + CONVERTED.index(name))
+    found = {row["model"] for row in rows}
+    return sorted(found, key=lambda name: (name in CONVERTED and 1 + CONVERTED.index(name), name))
 
 
 def serving_speed() -> str:

@@ -22,10 +22,11 @@ from hf_memmix.training.experiments.recall_teacher.report import (
 )
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.smollm2.arms_report import finished
-from hf_memmix.training.experiments.tables.costs import Costs
+from hf_memmix.training.experiments.tables.costs import TRAIN, Costs
 
 LONG, TOKENS = 131072, 1e8  # of a cache; of each training stage
 SEQUENCES = (1, 32, 128)  # decoded at the same time
+WINDOW = "window/1"  # of 512 tokens and the first one
 CONTEXT = 4096  # of the memory of the mixers
 MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")
 WINDOWS = {"window-64": 64, "window-256": 256}  # controls: attention over the last tokens
@@ -43,24 +44,30 @@ REAL_LAYERS, FACT_LENGTHS = 30, (1024, 4096)
 
 
 def front() -> str:
-    """Three sizes of transformers with `gka`: the cache, the time of a decode step, and the hours of a conversion."""
-    steps = {(row["B"], row["mixer"]): row for row in read("model_h200") if row["phase"] == "decode"}
+    """Three sizes of transformers with windows: the cache, the time of a decode step and the hours of a conversion."""
+    rows = [row for row in read("model_windows_h100") if row["phase"] != "prefill"]
+    found = {(row["phase"], row["B"], row["T"], row["mixer"]): row for row in rows}
+    train = [found["train", *TRAIN, mixer]["ms"] for mixer in (WINDOW, "gka")]
     costs, lines = Costs(), []
     for shape in SHAPES:
-        none, quarter = (estimate(shape.model(), "gka", keep, contexts=(LONG,))["state"][0] for keep in ("none", 0.25))
+        none, quarter = (
+            estimate(shape.model(), "window", keep, contexts=(LONG,), window=512, sinks=1)["state"][0]
+            for keep in ("none", 0.25)
+        )
         cache = [bytes_text(size) for size in (none["teacher"], quarter["student"], none["student"])]
-        times = [" → ".join(f"{steps[b, m]['ms']:.1f}" for m in ("attention", "gka")) for b in SEQUENCES]
-        hours = sum(costs.hours(shape, "gka", stage, TOKENS) for stage in ("align", "distill"))
-        decode = times if shape is SHAPES[0] else [""] * len(times)
+        times = [[found["decode", b, 1024, m]["ms"] for m in ("attention", WINDOW)] for b in SEQUENCES]
+        hours = sum(costs.hours(shape, "gka", stage, TOKENS) for stage in ("align", "distill")) * train[0] / train[1]
+        shown = [" → ".join(f"{ms:.1f}" for ms in pair) for pair in times]
+        decode = shown if shape is SHAPES[0] else [""] * len(shown)
         lines.append([shape.name, " → ".join(cache[:2]), cache[2], *decode, f"{hours:.1f}"])
     head = ["transformer", f"cache at {LONG // 1024}k tokens, a quarter of the layers kept", "no layer kept"]
     head += [f"ms per token, {b} sequence{'s' * (b > 1)}" for b in SEQUENCES] + ["GPU hours"]
-    row = steps[1, "gka"]
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `gka`. Cache of one sequence:"
-        f" computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an {row['gpu']} after"
-        f" {row['T'] // 1024}k tokens, no layer kept; empty: not measured. Hours: computed for {TOKENS / 1e6:.0f}M"
-        f" tokens of each training stage on this GPU, from runs of {TIMED.name} and {DISTILLED.name} models."
+        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with a `window` of 512 tokens and the first"
+        f" one. Cache of one sequence: computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an"
+        f" {rows[0]['gpu']} after 1k tokens, no layer kept; empty: not measured. Hours: computed for"
+        f" {TOKENS / 1e6:.0f}M tokens of each training stage on an {costs.gpu}, from runs of {TIMED.name} and"
+        f" {DISTILLED.name} models with `gka`, times the ratio of both mixers' training steps."
     )
 
 

@@ -11,6 +11,7 @@ the first layer with the first window, see `RATE_OF`.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -208,34 +209,41 @@ def mass_outside(window, inputs: Tensor, rotary) -> float:
 
 
 def table(results: dict) -> str:
-    """For each window and memory a line per variant: the errors of each layer beyond the window."""
+    """For each window a line per memory and variant: the errors of each layer beyond the window."""
     settings, rows, lines = results["settings"], results["rows"], []
     layers = settings["layers"]
     for window in settings["windows"]:
-        for arm in sorted(ARMS, key=lambda arm: ("window", *MEMORIES).index(arm["mixer"])):
-            places = [chosen_rows(rows, **arm, layer=layer, window=window) for layer in layers]
-            if not any(places):
-                continue
-            shown = next(found[0] for found in places if found)
-            name = arm["mixer"] if arm["mixer"] == "window" else f"{arm['mixer']}, {arm['variant']}"
-            errors = [spread_text([row["trained"]["beyond"] for row in found], 4) for found in places]
-            lines.append([window, name, f"{shown['parameters'] / 1e6:.2f}M", f"{shown['lr']:g}", *errors])
-            if arm["variant"] == VARIANTS[0]:
-                equal = [f"{found[0]['equal']['beyond']:.4f}" if found else "" for found in places]
-                lines.append([window, f"window {shown['equal_window']}, the same bytes", "", "", *equal])
-        starts = [chosen_rows(rows, mixer="window", layer=layer, window=window) for layer in layers]
-        for name, value in (("window, untrained", lambda row: f"{row['start']['beyond']:.4f}"), *OUTSIDE):
-            lines.append([window, name, "", "", *(value(found[0]) if found else "" for found in starts)])
-    head = ["window", "layer", "parameters", "rate", *(f"layer {layer}" for layer in layers)]
+
+        def add(name: str, arm: dict, value: Callable[[list[dict]], str], window=window) -> None:
+            """A line with one cell per layer, from the rows of all seeds."""
+            found = [chosen_rows(rows, **arm, layer=layer, window=window) for layer in layers]
+            if any(found):
+                lines.append([window, name, *(value(seeds) if seeds else "" for seeds in found)])
+
+        alone = ARMS[0]
+        add("none: weight of attention outside", alone, lambda seeds: f"{100 * seeds[0]['outside']:.0f} %")
+        add("none, untrained", alone, lambda seeds: f"{seeds[0]['start']['beyond']:.4f}")
+        add("none", alone, trained_error)
+        for memory in MEMORIES:
+            for variant in VARIANTS:
+                add(f"{memory}, {variant}", {"mixer": memory, "variant": variant}, trained_error)
+            first = {"mixer": memory, "variant": VARIANTS[0]}
+            size = next((row["equal_window"] for row in chosen_rows(rows, **first, window=window)), 0)
+            name = f"none: {size} tokens, the bytes of {memory} and window, untrained"
+            add(name, first, lambda seeds: f"{seeds[0]['equal']['beyond']:.4f}")
+    head = ["window", "memory", *(f"layer {layer}" for layer in layers)]
     (train, _, heldout), (trained, _, length) = settings["rows"], settings["lengths"]
+    seeds = max((row["seed"] for row in rows), default=0) + 1
     note = (
         f"Relative errors of tokens beyond the window, on {heldout} held-out rows of {length} tokens, after"
-        f" {settings['steps']} steps of one of {train} rows of {trained} tokens. {measured_at(results)}."
+        f" {settings['steps']} steps of one of {train} rows of {trained} tokens; {seeds} seed{'s' * (seeds > 1)}."
+        f" {measured_at(results)}."
     )
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
 
 
-OUTSIDE = (("weight of attention outside", lambda row: f"{100 * row['outside']:.0f} %"),)
+def trained_error(seeds: list[dict]) -> str:
+    return spread_text([row["trained"]["beyond"] for row in seeds], 4)
 
 
 class Settings(Options):

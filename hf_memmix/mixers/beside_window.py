@@ -3,7 +3,8 @@
     out = window(x) + m * memory(x)        m [hidden], learned
 
 The window has its own projections. It reads the near past exactly, so the memory needs to hold only what lies further
-back. B'MOJO (Zancato et al., arXiv:2407.06324) has the same layout.
+back; it reads all tokens nevertheless. Shared projections, and a memory of what has left the window, are no options:
+training/experiments/smollm2 compares them. B'MOJO (Zancato et al., arXiv:2407.06324) has the same layout.
 
 Shapes: B batch, T tokens, H query heads, D head size.
 """

@@ -65,9 +65,9 @@ def front() -> str:
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with a `window` of 512 tokens and the first"
         f" one. Cache of one sequence: computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an"
-        f" {rows[0]['gpu']} after 1k tokens, no layer kept; empty: not measured. Hours: computed for"
-        f" {TOKENS / 1e6:.0f}M tokens of each training stage on an {costs.gpu}, from runs of {TIMED.name} and"
-        f" {DISTILLED.name} models with `gka`, times the ratio of both mixers' training steps."
+        f" {rows[0]['gpu']} after 1k tokens, no layer kept; empty: not measured. Hours: for"
+        f" {TOKENS / 1e6:.0f}M tokens of each stage on an {costs.gpu}, computed from training steps of {TIMED.name}"
+        f" and {DISTILLED.name}, with `gka` and a window."
     )
 
 

@@ -348,6 +348,20 @@ def test_the_folder_of_states_is_read_now_and_then(tmp_path, monkeypatch):
     assert len(reads) - 2 <= count / share and sum(path.stat().st_size for path in files) <= 200_000
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_files_that_fit_are_not_deleted_to_make_more_room(tmp_path, most):
+    """In a space for a few large files, as many stay: the newest ones."""
+    states = {"layer": torch.arange(250.0)}
+    size = StateStore(tmp_path / "other", "a" * 32, 10_000).write(STATES, "x", 0, states)
+    store = StateStore(tmp_path / "states", "a" * 32, most * size + size // 100)
+    for i in range(6):
+        store.write(STATES, str(i), 0, states)
+        os.utime(store._path(STATES, str(i), 0), (i, i))
+        room = store.keep_room()
+        assert [store.has(STATES, str(j), 1) for j in range(i + 1)] == [j > i - most for j in range(i + 1)]
+        assert room.files == min(most, i + 1)
+
+
 def test_what_else_is_in_the_folder_of_states_stays(tmp_path):
     """A user may give a folder that has models or downloads in it."""
     others = [tmp_path / "student" / name for name in ("model.safetensors", "download.part")]

@@ -137,9 +137,9 @@ class StateStore:
         return known._replace(bytes=known.bytes + written, files=known.files + len(self._written), deleted=0)
 
     def make_room(self) -> Room:
-        """Read the whole folder. If its files do not fit, delete those that were not used for longest, until there is
-        room for some more; what killed servers left; and the folders of models that have no files. What is not named
-        as a model's folder is left alone.
+        """Read the whole folder. If its files do not fit, delete those that were not used for longest, until the rest
+        fits and, if they are small, leaves one part in 64 free; what killed servers left; and the folders of models that
+        have no files. What is not named as a model's folder is left alone.
         """
         self._read_at, self._written = time.monotonic(), []
         for path in self.root.glob(f"{MODEL}/*{PART}"):
@@ -154,9 +154,10 @@ class StateStore:
                 continue
             found.append((status.st_mtime, status.st_size, path))
         total, kept = sum(size for _, size, _ in found), []
-        wanted = total if total <= self.most_bytes else self.most_bytes - self.most_bytes // SHARE
+        goes_on, least = total > self.most_bytes, self.most_bytes - self.most_bytes // SHARE
         for _, size, path in sorted(found):
-            if total > wanted:
+            goes_on = goes_on and (total > self.most_bytes or total - size >= least)
+            if goes_on:
                 with suppress(OSError):  # the folder may belong to another user
                     path.unlink(missing_ok=True)
                     total -= size

@@ -138,8 +138,8 @@ class StateStore:
 
     def make_room(self) -> Room:
         """Read the whole folder. If its files do not fit, delete those that were not used for longest, until the rest
-        fits and, if they are small, leaves one part in 64 free; what killed servers left; and the folders of models that
-        have no files. What is not named as a model's folder is left alone.
+        fits and, where files are small, leaves one part in 64 free. Delete what killed servers left, and the folders
+        of models that have no files. What is not named as a model's folder is left alone.
         """
         self._read_at, self._written = time.monotonic(), []
         for path in self.root.glob(f"{MODEL}/*{PART}"):

@@ -4,8 +4,8 @@ With r_k = f_k(x_{k-1}) - x_k and J_k = df_k/dx at the present trajectory, the u
 with d_{-1} = 0. That is a linear recurrence, so a scan in parallel, and exact, because J is diagonal (Lim et al.,
 "Parallelizing non-linear sequential models over the sequence length"; Gonzalez et al., "Towards scalable and stable
 parallelization of nonlinear RNNs"). No fast path uses it: every token is linearised, so its first iterations overflow
-where gates are steep, and on a GPU it was never the fastest method. `launch_shooting.py` applies Newton's method to
-chunks instead.
+where gates are steep, and on a GPU it was never the fastest method. README.md says what came of Newton's method on
+chunks of time.
 """
 
 import torch

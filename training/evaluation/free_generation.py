@@ -34,8 +34,10 @@ def greedy_tokens(model: nn.Module, prompts: Tensor, new_tokens: int, batch_size
     """
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False)
     device, training, found = execution_device(model.get_input_embeddings()), model.training, []
-    own = model.generation_config
-    model.generation_config = GenerationConfig()  # where `config` has None, generate() takes what stands here
+    # where `config` has None, generate() takes what stands in the model, which a wrapper such as PEFT's may hold
+    own = {module: module.generation_config for module in model.modules() if "generation_config" in vars(module)}
+    for module in own:
+        module.generation_config = GenerationConfig()
     model.eval()
     try:
         for batch in prompts.split(batch_size):
@@ -43,7 +45,8 @@ def greedy_tokens(model: nn.Module, prompts: Tensor, new_tokens: int, batch_size
             said = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
             found.append(said[:, batch.shape[1] :].cpu())
     finally:
-        model.generation_config = own
+        for module, settings in own.items():
+            module.generation_config = settings
         model.train(training)
     return torch.cat(found)
 

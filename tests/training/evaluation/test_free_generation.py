@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GenerationConfig
 
 from hf_memmix.assets import asset_path
@@ -62,6 +63,10 @@ def test_a_model_generates_its_likeliest_tokens_whatever_its_settings_say(kept):
         model.generation_config = GenerationConfig(**given)
         assert torch.equal(greedy_tokens(model, prompts, 5, batch_size=2), ids[:, 9:]), given
         assert all(getattr(model.generation_config, name) == value for name, value in given.items())
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    assert torch.equal(greedy_tokens(adapted, prompts, 5), ids[:, 9:])
+    model = adapted.unload()
+    assert all(getattr(model.generation_config, name) == value for name, value in given.items())
     samples = [Sample(row.tolist(), [], [Answer(9, 14, asked=9)]) for row in ids]
     wrong = [*ids[0, :8].tolist(), (ids[0, 8].item() + 1) % 60]
     samples += [Sample(wrong, [], [Answer(8, 9, asked=8)]), Sample(wrong, [], [Answer(8, 9)])]

@@ -419,6 +419,15 @@ def test_plan_takes_the_teachers_limit_and_knows_compiled_runs(tmp_path):
     assert all(hours < other for hours, other in compiled.values())
 
 
+def test_compiled_hours_are_of_a_run_as_large_as_the_other_one():
+    """8B align was measured without compile, with checkpointing: beside it, the compiled run of 1B is no gain."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"num_hidden_layers": 32, "head_dim": 128, "vocab_size": 128256}
+    align = next(stage for stage in plan_stages(*models("meta", **sizes), 200 * 2**30, 10**8) if stage.name == "align")
+    assert "8B" in align.measured_run and not align.settings.checkpointing
+    assert align.hours is not None and align.compiled_hours is None
+
+
 def test_plan_takes_layers_and_options_as_convert_does(folder):
     given = ["plan", "--teacher", folder, "--gpu-memory", "24GiB", "--json"]
     plain = result_of(memmix(*given))

@@ -49,7 +49,7 @@ class Stage:
         tokens_s, hours: estimated speed of all GPUs and time; None if nothing like it was measured, or if it does not
             fit.
         measured_run: the measured run from which they were computed; `larger`: its parameters over the teacher's.
-        compiled_hours: the time with `compile: true`, as `hours`.
+        compiled_hours: the time with `compile: true`, as `hours`; None if it was not measured at the size of that run.
     """
 
     name: str
@@ -139,7 +139,9 @@ def _stage(name: str, kind: str, base: Settings, shapes: Shapes, budget: int, to
     run = kind, shapes.active, shapes.kinds, settings.checkpointing, settings.tokens, settings.gpus
     speed, compiled = speed_of(*run), speed_of(*run, compiled=True)
     known = {} if speed is None else asdict(speed) | {"hours": tokens / speed.tokens_s / 3600}
-    known |= {} if compiled is None else {"compiled_hours": tokens / compiled.tokens_s / 3600}
+    # of runs of another size, the two times would differ by more than what compiling gives
+    if None not in (speed, compiled) and compiled.larger == speed.larger:
+        known["compiled_hours"] = tokens / compiled.tokens_s / 3600
     return Stage(name, True, settings, memory, need_of(memory), **known)
 
 

@@ -17,14 +17,15 @@ def test_it_reports_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_MEMMIX_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "a secret")
     record = result_of(memmix("doctor", "--json"))
-    assert record["packages"]["torch"] == torch.__version__ and record["refusal"] is None
+    # a wheel of PyPI names its CUDA in `torch.__version__` alone
+    assert torch.__version__.startswith(record["packages"]["torch"]) and record["refusal"] is None
     cpu = record["devices"][0]
     assert set(cpu["ops"]) == set(OPS) and len(record["devices"]) == 1 + torch.cuda.device_count()
     assert {row["path"] for row in cpu["ops"].values()} <= {"native", "torch"}
     assert "HF_MEMMIX_CACHE" in record["settings"] and "HF_TOKEN" not in record["settings"]
     shown = memmix("doctor")
     assert shown.exit_code == 0 and "a secret" not in shown.output
-    assert all(name in shown.stdout for name in (*doctor.PACKAGES, *OPS, torch.__version__))
+    assert all(name in shown.stdout for name in (*doctor.PACKAGES, *OPS, record["packages"]["torch"]))
 
 
 def test_a_path_is_named_with_its_reason(monkeypatch):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:  # a command checks its arguments before it imports torch
     import torch
 
+from hf_memmix.environment import known_commit
 from hf_memmix.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ def processor() -> str:
 
 def commit() -> str:
     """The short hash of the checkout's commit: `$HF_MEMMIX_COMMIT` if it is set; "unknown" outside a checkout."""
-    known = os.environ.get("HF_MEMMIX_COMMIT", "")
+    known = known_commit()
     # an installed package has no .git; git would then find the repository of a folder above it
     if not known and (CHECKOUT / ".git").exists():
         command = ["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]

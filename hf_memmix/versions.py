@@ -4,11 +4,10 @@ pip keeps to the same ranges when it installs hf_memmix, but not when another pa
 """
 
 import inspect
-import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-ANY_VERSION = "HF_MEMMIX_ANY_VERSION"  # environment variable, for developers: "1" allows every version
+from .environment import ANY_VERSION, allows_any_version
 
 # The first release that works and the first one that is refused, as (major, minor); a test compares them with
 # pyproject.toml. transformers has an upper end, because hf_memmix overrides private methods of it: a release that
@@ -36,7 +35,7 @@ def check_versions():
     Reads the metadata of the packages and imports none of them. Local and pre-release versions such as "2.11.0+cu130"
     count as the release that they name, so "5.24.0.dev0" is not below 5.24.
     """
-    if os.environ.get(ANY_VERSION) == "1":
+    if allows_any_version():
         return
     for package, (oldest, too_new) in RANGES.items():
         remedy = f"run: pip install '{requirement(package)}'"

@@ -12,7 +12,7 @@ from hf_memmix.conversion.written import MARKER, mark_folder
 from hf_memmix.training.card_inputs import read_plan
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
-SMALL = ["--lengths", "48,64", "--samples", "2", "--depths", "0,1", "--json"]
+SMALL = ["--lengths", "48,64", "--samples", "1", "--json"]
 
 
 @pytest.fixture
@@ -28,15 +28,15 @@ def workspace(tmp_path):
 @pytest.mark.product  # a whole command; its parts have tests
 def test_teacher_beside_student(workspace):
     at = ["--text", workspace / "text.txt", "--tasks", "niah,mqar", "--out", workspace / "eval"]
-    texts = ["--generate", "3", "--prompt-tokens", "8", "--new-tokens", "4"]
-    result = result_of(memmix("eval", workspace / "student", "--teacher", workspace / "teacher", *at, *texts, *SMALL))
+    teacher = ["--teacher", workspace / "teacher", "--generate", "3"]
+    result = result_of(memmix("eval", workspace / "student", *teacher, *at, *SMALL))
     names = [MARKER, "probes.json", "probes.png", "probes_gain.png"]
     assert sorted(p.name for p in (workspace / "eval").iterdir()) == names
     saved = json.loads((workspace / "eval" / "probes.json").read_text())
     assert saved == {name: value for name, value in result.items() if name != "out"}
     assert saved["models"]["student"]["mixer_types"] == ["gka", "gka"] and saved["text"]["sha256"]
     assert [row["task"] for row in saved["summary"]] == ["niah", "mqar"]
-    assert saved["generation"]["settings"] == {"prompts": 3, "prompt_tokens": 8, "new_tokens": 4, "seed": 0}
+    assert saved["generation"]["settings"] == {"prompts": 3, "prompt_tokens": 128, "new_tokens": 128, "seed": 0}
     assert saved["generation"]["student"]["prompts"] == 3 and saved["by_length"][0]["student"]["generated_interval"]
     assert all(row["teacher"] and row["student"] for row in saved["cells"])
     run = memmix("eval", workspace / "student", *at, *SMALL[:-1], "--overwrite")

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 
@@ -120,6 +121,16 @@ def test_no_import_by_a_string():
         and ast.unparse(node).split(".")[-1] in ("import_module", "__import__")
     }
     assert users == {"hf_memmix"}
+
+
+def test_one_module_of_a_package_reads_its_environment_variables():
+    readers = {
+        name
+        for name, _, file in MODULES.values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"HF_MEMMIX_\w+", str(node.value))
+    }
+    assert readers == {"hf_memmix.environment", "hf_memmix_kernels._environment"}
 
 
 @pytest.mark.parametrize("folder", ["mixers", "models"])

@@ -29,8 +29,8 @@ from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.progress import progress, tell, tell_reading
 from hf_memmix.errors import UserError
 
-Seed = Annotated[int, typer.Option(help="Seed of the random choices.")]
 Text = Annotated[Path | None, typer.Option(help="Text file that the probes are made of; default: a bundled text.")]
+GENERATED = 256  # tokens of a prompt of --generate, and of the text after it
 BatchSize = Annotated[int, typer.Option(min=1, help="Number of sequences that are computed together.")]
 
 
@@ -94,10 +94,9 @@ def evaluate(
     lengths: Annotated[
         str, typer.Option(help="Lengths of the sequences in tokens, with commas between them.")
     ] = "128,256,512,1024",
-    depths: Annotated[
-        str, typer.Option(help="Where the answer stands in the sequence, from 0 (start) to 1 (end).")
-    ] = "0,0.25,0.5,0.75,1",
-    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per length and depth.")] = 16,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Number of sequences per length and depth (0, 0.25, 0.5, 0.75, 1).")
+    ] = 16,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask the probes that are questions in the tokenizer's chat template.")
     ] = False,
@@ -105,17 +104,11 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Also generate the answers of probes, and texts after so many prompts beside the teacher's.",
+            help="Also generate the answers of probes, and texts after so many prompts beside the teacher's. A prompt"
+            f" and a text have {GENERATED} tokens each, or half of what both models can read.",
         ),
     ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt of --generate.", show_default="256")
-    ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a text of --generate.", show_default="256")
-    ] = None,
     text: Text = None,
-    seed: Seed = 0,
     batch_size: BatchSize = 8,
     device: Device = None,
     device_map: DeviceMap = None,
@@ -128,22 +121,23 @@ def evaluate(
     """
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.saving import atomic_folder, check_not_read, check_target
-    from hf_memmix.training.evaluation.probes.tasks import check_grid, check_tasks
+    from hf_memmix.training.evaluation.probes.tasks import DEPTHS, check_grid, check_tasks
     from hf_memmix.training.text_files import read_text, text_record
 
     check_placement(device, device_map)
     check_target(out_dir, overwrite)
     chosen = check_tasks(tasks, chat)
-    texts = _generation(teacher, generate, prompt_tokens, new_tokens)
-    grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
-    check_grid(chosen, samples=samples, **grid)
+    if generate is not None and teacher is None:
+        raise UserError("--generate compares with what a teacher generates; add --teacher")
+    grid = {"lengths": _lengths(lengths), "samples": samples}
+    check_grid(chosen, depths=DEPTHS, **grid)
     text = asset_path("heldout.txt") if text is None else text
     names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
     folders = {role: given_model(name) for role, name in names.items()}
     check_not_read(out_dir, *folders.values(), text)
     content = read_text(text)
     with library():
-        from hf_memmix.conversion.limits import check_length, check_tokens, limit_of
+        from hf_memmix.conversion.limits import check_tokens, limit_of
         from hf_memmix.conversion.records import write_json
         from hf_memmix.training.evaluation.free_generation import compare_texts, text_of, tokens_of_text
         from hf_memmix.training.evaluation.probes import Material, counted_rows, gain_text, plot_probes, run_probes
@@ -158,23 +152,20 @@ def evaluate(
         run = {role: partial(load, folder, None, device_map=device_map) for role, folder in folders.items()}
     for network in models.values():
         check_tokens(material.filler, network, tokenizer, "the text of the probes")
-    longest = max(limit_of(model) for model in models.values())
+    limits = [limit_of(model) for model in models.values()]
+    shortest, longest = min(limits), max(limits)
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise UserError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
-    if texts:
+    texts = {"prompts": generate, "batch_size": batch_size}
+    if generate is not None:
+        texts |= dict.fromkeys(("prompt_tokens", "new_tokens"), int(min(GENERATED, shortest / 2)))
         tokens_of_text(material, texts["prompt_tokens"])  # refuses a prompt that is too short before the probes run
-        for role, network in models.items():
-            check_length(network, role, texts["prompt_tokens"] + texts["new_tokens"], "--generate", "ask for fewer")
-    settings = {"seed": seed, "batch_size": batch_size}
+    probes = {"tasks": chosen, "generate": generate is not None, "batch_size": batch_size}
     with progress("probing") as advance:
-        results = run_probes(
-            run, material, tasks=chosen, samples=samples, generate=bool(texts), progress=advance, **settings, **grid
-        )
-    if texts:
+        results = run_probes(run, material, progress=advance, **probes, **grid)
+    if generate is not None:
         with progress("generating") as advance:
-            results["generation"] = compare_texts(
-                run, material, progress=advance, estimate=_tell_time, **settings, **texts
-            )
+            results["generation"] = compare_texts(run, material, progress=advance, estimate=_tell_time, **texts)
     described = {role: _described(folder, models[role]) for role, folder in folders.items()}
     record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
     results = record | {"text": text_record(text), "environment": environment_of(models)} | results
@@ -193,7 +184,7 @@ def evaluate(
         gains = [gain_text(s) or "-" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
-    measures = "choice / exact / generated" if texts else "choice / exact"
+    measures = "choice / exact" if generate is None else "choice / exact / generated"
     lengths = Table(f"{measures}, %", "model", *(f"{length} tokens" for length in grid["lengths"]))
     for task in chosen:
         for role in folders:
@@ -202,12 +193,12 @@ def evaluate(
     out.print("in brackets: the interval of 95 %")
     if any(counts is False for row in rows for counts in row["counts"].values()):
         out.print(f"*: the teacher itself is below {LEAST_OF_TEACHER:.0%}, so this cell does not count")
-    if alone := [length for length in grid["lengths"] if length > min(limit_of(model) for model in models.values())]:
+    if alone := [length for length in grid["lengths"] if length > shortest]:
         out.print(
             f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"
             " holds the results of the other model"
         )
-    if texts:
+    if generate is not None:
         out.print(text_of(results["generation"]["student"]))
     out.print(
         "gain: by how many nats per token the context makes the answer more likely (±: standard error over sequences);"
@@ -215,29 +206,17 @@ def evaluate(
     )
 
 
-def _generation(teacher, prompts: int | None, prompt_tokens: int | None, new_tokens: int | None) -> dict:
-    """The sizes of what is generated, as arguments of `compare_texts`; {} if nothing is."""
-    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    if prompts is None:
-        if given := [name for name, size in sizes.items() if size is not None]:
-            raise UserError(f"--{given[0].replace('_', '-')} was given without --generate; add --generate 200")
-        return {}
-    if teacher is None:
-        raise UserError("--generate compares with what a teacher generates; add --teacher")
-    return {"prompts": prompts} | {name: 256 if size is None else size for name, size in sizes.items()}
-
-
 def _tell_time(seconds: float) -> None:
     tell(f"all texts take about {timedelta(seconds=max(1, round(seconds)))}, by some measured tokens")
 
 
-def _numbers(option: str, text: str, kind) -> tuple:
+def _lengths(text: str) -> tuple[int, ...]:
     try:
-        values = tuple(kind(part) for part in text.split(","))
+        values = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"{option} is {text!r}; give numbers, separated by commas") from None
-    if kind is int and min(values) < 1:
-        raise UserError(f"{option} is {text!r}; lengths are at least 1")
+        raise UserError(f"--lengths is {text!r}; give numbers, separated by commas") from None
+    if min(values) < 1:
+        raise UserError(f"--lengths is {text!r}; lengths are at least 1")
     return values
 
 

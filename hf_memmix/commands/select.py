@@ -21,7 +21,7 @@ from hf_memmix.commands.checks import (
 )
 from hf_memmix.commands.common import Device, DeviceMap, Json, KeepCount, KeepLayers, Overwrite
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.commands.measure import BatchSize, Seed, Text
+from hf_memmix.commands.measure import BatchSize, Text
 from hf_memmix.commands.select_greedy import SEARCH_ENDING, SINKS, WINDOW, check_stand_in, option_of, select_greedy
 from hf_memmix.commands.select_layers import PLOT_ENDING, select_layers
 from hf_memmix.commands.select_mixture import MIXERS_ENDING, select_mixture
@@ -121,7 +121,7 @@ class Measurement:
     ] = 1.0
     max_tokens: Annotated[int, typer.Option(min=32, help="Number of tokens of text for the KL divergence.")] = 32768
     text: Text = None
-    seed: Seed = 0
+    seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0
     batch_size: BatchSize = 8
 
 

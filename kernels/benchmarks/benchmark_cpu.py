@@ -31,7 +31,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.records import commit, processor
 from hf_memmix.training.evaluation.context_cost import filled_cache
-from hf_memmix_kernels import _native
+from hf_memmix_kernels import _environment, _native
 
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 DECODE_CONTEXT, LENGTH = 1024, 2048
@@ -144,7 +144,7 @@ def main() -> None:
         "processor": processor(), "cores": os.cpu_count(), "torch": torch.__version__,
         "transformers": transformers.__version__, "commit": commit(),
     }  # fmt: skip
-    native = os.environ.get("HF_MEMMIX_BACKEND") != "torch" and _native.library("gka") is not None
+    native = _environment.backend() != "torch" and _native.library("gka") is not None
     for shape in args.shapes:
         built = models(shape, args.mixers)
         for threads in args.threads:

@@ -84,7 +84,7 @@ def test_commands_with_a_device_map(pair, tmp_path):
     results = []
     for name, options in (("one", []), ("two", ["--device-map", "auto"])):
         probes = ["eval", student, "--teacher", teacher, "--text", tmp_path / "text.txt", "--tasks", "mqar"]
-        run = memmix(*probes, "--lengths", "64", "--depths", "0.5", "--out", tmp_path / name, *options)
+        run = memmix(*probes, "--lengths", "64", "--samples", "4", "--out", tmp_path / name, *options)
         assert run.exit_code == 0, run.output
         results.append(json.loads((tmp_path / name / "probes.json").read_text()))
     for row in results[0]["summary"] + results[1]["summary"]:

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, GenerationMixin, LlamaForCausalLM, Llam
 import hf_memmix
 from hf_memmix import _generation_hooks as hooks
 from hf_memmix import _model_hooks as model_hooks
-from hf_memmix import versions
+from hf_memmix import environment, versions
 from hf_memmix._transformers import CONFIG_MAPPING_NAMES, model_class_of
 from hf_memmix.backbones import BACKBONES
 from hf_memmix.given_cache import CACHE_NAMES
@@ -43,7 +43,7 @@ def test_the_range_is_that_of_pyproject(package):
 @pytest.fixture
 def install(monkeypatch):
     """A function that pretends that a version of one of the two packages is installed, and a good one of the other."""
-    monkeypatch.delenv(versions.ANY_VERSION, raising=False)
+    monkeypatch.delenv(environment.ANY_VERSION, raising=False)
 
     def pretend(package, text):
         found = {"torch": "2.11.0", "transformers": "5.17.0"} | {package: text}
@@ -77,8 +77,10 @@ def test_other_versions_are_refused(package, text, install, monkeypatch):
         versions.check_versions()
     message = str(raised.value)
     assert "\n" not in message
-    assert all(part in message for part in (f"{package} {text}", versions.requirement(package), versions.ANY_VERSION))
-    monkeypatch.setenv(versions.ANY_VERSION, "1")
+    assert all(
+        part in message for part in (f"{package} {text}", versions.requirement(package), environment.ANY_VERSION)
+    )
+    monkeypatch.setenv(environment.ANY_VERSION, "1")
     versions.check_versions()
 
 
@@ -86,7 +88,7 @@ def test_a_missing_library_is_named(monkeypatch):
     def version(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.delenv(versions.ANY_VERSION, raising=False)
+    monkeypatch.delenv(environment.ANY_VERSION, raising=False)
     monkeypatch.setattr(versions, "version", version)
     with pytest.raises(ImportError, match=r"torch, which is not installed; run: pip install 'torch>=2.11'"):
         versions.check_versions()

@@ -10,10 +10,9 @@ from hf_memmix.conversion.limits import limit_of
 from hf_memmix.training.evaluation.free_generation import generated_answers
 from hf_memmix.training.evaluation.probes.material import Material
 from hf_memmix.training.evaluation.probes.score import Scores, score
-from hf_memmix.training.evaluation.probes.tasks import TASKS, check_grid, draw
+from hf_memmix.training.evaluation.probes.tasks import DEPTHS, TASKS, check_grid, draw
 
 LENGTHS = (128, 256, 512, 1024)
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def run_probes(

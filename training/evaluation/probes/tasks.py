@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS, Answer, Material, Sample
 
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # where answers stand, from the start to the end
 NEEDLES = 4
 CHAINS, HOPS = 3, 2
 NAMES = 64  # the number of keys used in sentences; the first ones are names

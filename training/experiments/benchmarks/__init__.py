@@ -1,1 +1,0 @@
-"""Scripts that measure training, with their results; they run in a checkout."""

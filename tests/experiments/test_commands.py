@@ -17,7 +17,7 @@ from hf_memmix.training.experiments.common.harness import load_results, matches
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import transfer
 from hf_memmix.training.experiments.gka import equations, recall
-from hf_memmix.training.experiments.gka_vision import digits, throughput
+from hf_memmix.training.experiments.gka_vision import digits
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.results import path_of
@@ -33,7 +33,6 @@ HARNESSED = {
     "recall": (recall, None),
     "gka_equations": (equations, None),
     "gka_vision_digits": (digits, "digits"),
-    "gka_vision_throughput": (throughput, "throughput"),
     "echo_transfer": (transfer, None),
     "echo_ablation": (echo_ablation, None),
 }

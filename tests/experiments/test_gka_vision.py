@@ -1,4 +1,4 @@
-"""The image experiment: equal parameters, digits from a wheel, rows that run, and the measured throughput."""
+"""The image experiment: equal parameters, digits from a wheel, and rows that run."""
 
 import argparse
 import gzip
@@ -14,7 +14,6 @@ from hf_memmix.training.experiments.gka_vision import (
     classifiers,
     digits,
     make_images,
-    throughput,
 )
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
 from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
@@ -99,12 +98,6 @@ def test_statistics_are_those_of_the_images():
     torch.testing.assert_close(model[0].running_mean, sum(part.mean().view(1) for part in parts) / 2)
     torch.testing.assert_close(model[0].running_var, sum(part.var().view(1) for part in parts) / 2)
     assert not classifiers.measure_statistics_again(torch.nn.Linear(2, 2), images)
-
-
-def test_throughput():
-    args = argparse.Namespace(size="small", batch_at_224=1, calls=1, repeats=1)
-    row = throughput.run({"model": "gka", "resolution": 96}, args)
-    assert row["batch"] == 5 and row["inference_images_per_second"] > 0 and row["training_images_per_second"] > 0
 
 
 def test_idx_files_are_read(tmp_path):

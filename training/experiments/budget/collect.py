@@ -79,7 +79,7 @@ def _kind(settings: Settings) -> str:
 
 
 def _streamed(run: dict) -> dict:
-    """The run of training/experiments/benchmarks/streaming_align.py."""
+    """The streamed run of `streaming_align`."""
     settings = Settings("align --stream", rows=run["batch_size"], length=run["block_size"])
     speed = round(run["tokens_per_second"]["whole"])
     return _measured("8B align --stream", "8.0B", "align --stream", settings, speed, run["peak_memory"])

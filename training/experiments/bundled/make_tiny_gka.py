@@ -8,7 +8,7 @@ in time on any machine. `--keep auto` aligns all layers, and then keeps
 the layer whose replacement changes the teacher's predictions most. The model in bf16 and `metrics.json` are written to
 `--out`. The held-out text is read once, at the end; all other figures are measured on the development text.
 
-For a teacher that recalls (`pretrain_teacher --drills`), `--drill-blocks` adds rows of drills, which help to choose
+For a teacher that recalls, `--drill-blocks` adds rows of drills, which help to choose
 the kept layer, and the recall of both models is measured. Before the end, the held-out text then only says which words
 are not used in the drills.
 """

@@ -37,6 +37,7 @@ PREFILL = ((1, 2048), (1, 32768))
 TRAIN = ((8, 2048), (2, 8192))
 PHASES = ("prefill", "graph", "train", "decode")
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee", "window", "window/1", "gka+64", "gka+64/1")
+MIXERS += ("gka:32", "gka:16")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
 # kind: words in the names of its kernels; a kernel has the first kind of which a word appears in its name
 KINDS = (

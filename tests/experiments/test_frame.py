@@ -93,6 +93,14 @@ def test_a_resumed_run_may_name_other_models(tmp_path, in_threads):
     assert run_recall(arguments(tmp_path, models=["linear", "transformer"])) == results
 
 
+def test_rows_of_another_machine_keep_its_name(tmp_path, in_threads, monkeypatch):
+    monkeypatch.setattr(harness, "environment", lambda: ENVIRONMENT)
+    run_recall(arguments(tmp_path, models=["transformer"]))
+    monkeypatch.setattr(harness, "environment", lambda: {"hardware": "a GPU", "commit": "def"})
+    results = run_recall(arguments(tmp_path, models=["linear"]))
+    assert harness.measured_at(results) == "a CPU, commit abc; a GPU, commit def"
+
+
 def test_what_was_trained_is_kept_when_measuring_fails(tmp_path, in_threads, monkeypatch):
     """The parts of a row are written at once; a measurement that fails does not make the row run again."""
     seen = []

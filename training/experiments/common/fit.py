@@ -25,7 +25,7 @@ from hf_memmix.training.experiments.common.graphs import GraphedFunction
 from hf_memmix.training.experiments.common.harness import check_time, device
 from hf_memmix.training.experiments.common.text import VOCAB, Windows, measured_tokens, train_tokens
 
-# the name of a model: the mixer of all its layers and the mixer's options
+# the name of a model: the mixer of all its layers, or those that take turns, and the mixer's options
 MODELS = {
     "transformer": (ATTENTION, {}),
     "linear": ("linear", {}),
@@ -51,6 +51,7 @@ MODELS = {
     "gla-no-vconv": ("gla", {"use_v_conv": False}),
     "linear-decay-vconv": ("linear", {"decay": True, "use_v_conv": True}),
     "mamba2-no-vconv": ("mamba2-no-vconv", {}),
+    "gka-attention": (["gka", ATTENTION], {}),
 }
 # Models whose memory is as large as that of Lattice, hidden_size * head size numbers per layer, and the option that
 # makes it so. GKA keeps two matrices [head size, head size] per head, so it gets twice as many heads of half the size.
@@ -83,7 +84,7 @@ def parameter_count(config) -> int:
 def configured(
     args: SimpleNamespace, mixer: str | list[str], options: dict, *, vocab: int, context: int, intermediate: int
 ):
-    """The configuration of a Llama. `mixer`: the mixer of all layers, or a list with the mixer of each layer."""
+    """The configuration of a Llama. `mixer`: the mixer of all layers, or a list of mixers that take turns."""
     backbone = LlamaConfig(
         vocab_size=vocab,
         hidden_size=args.hidden_size,
@@ -94,7 +95,8 @@ def configured(
         max_position_embeddings=context,
         tie_word_embeddings=True,
     )
-    types = [mixer] * args.layers if isinstance(mixer, str) else mixer
+    types = ([mixer] if isinstance(mixer, str) else mixer) * args.layers
+    types = types[: args.layers]
     mixers = {name: options for name in types if name != ATTENTION}
     return memmix_config(backbone, mixer_types=types, mixers=mixers or None)
 
@@ -112,12 +114,13 @@ def build(args: SimpleNamespace, mixer: str | list[str], options: dict, *, vocab
     return AutoModelForCausalLM.from_config(config).to(device())
 
 
-def memory_of(args: SimpleNamespace, mixer: str, options: dict) -> tuple[int, str]:
+def memory_of(args: SimpleNamespace, mixer: str | list[str], options: dict) -> tuple[int, str]:
     """How many numbers the memory of one layer holds for one sequence, and which of q, k and v are convolved.
 
-    The last inputs of the short convolutions are not counted. The memory of attention grows: its number is 0.
+    The last inputs of the short convolutions are not counted. The memory of attention grows: a model with attention
+    has 0.
     """
-    if mixer == ATTENTION:
+    if ATTENTION in mixer:  # the name itself, or one of several
         return 0, ""
     config = configured(args, mixer, options, vocab=VOCAB, context=1, intermediate=args.hidden_size)
     with torch.device("meta"):

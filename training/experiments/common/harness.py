@@ -123,14 +123,17 @@ def _message(error: Exception) -> str:
 
 
 def measured_at(results: dict) -> str:
-    """The hardware of the results and the commits of their rows. A run that was resumed may have several commits.
+    """The hardware of the results and the commits of their rows. A run that was resumed may have several of both.
 
     Results of an earlier bundled transformer than today's also name it.
     """
-    where = results["environment"]
-    commits = dict.fromkeys(row.get("commit") or where["commit"] for row in results["rows"])
-    earlier = earlier_teacher(results) if results.get("experiment") in OF_THE_BUNDLED_TEACHER else ""
-    return f"{where['hardware']}, commit {', '.join(commits)}{'; ' if earlier else ''}{earlier}"
+    where, places = results["environment"], {}
+    for row in results["rows"]:
+        commits = places.setdefault(row.get("hardware") or where["hardware"], {})
+        commits[row.get("commit") or where["commit"]] = None
+    texts = [f"{hardware}, commit {', '.join(commits)}" for hardware, commits in places.items()]
+    earlier = [earlier_teacher(results)] if results.get("experiment") in OF_THE_BUNDLED_TEACHER else []
+    return "; ".join(filter(None, texts + earlier))
 
 
 def matches(record: dict, row: dict) -> bool:
@@ -161,7 +164,9 @@ def load_results(args: SimpleNamespace, name: str) -> dict:
         if old["settings"] != settings:
             differ = sorted(k for k in {*settings, *old["settings"]} if settings.get(k) != old["settings"].get(k))
             raise ValueError(f"{args.out} was measured with another {', '.join(differ)}; choose another --out")
-        results["rows"] = [row for row in old["rows"] if not row.keys() & {"error", "unfinished"}]
+        place = {key: old["environment"][key] for key in ("hardware", "commit")}
+        place = place if place["hardware"] != results["environment"]["hardware"] else {}
+        results["rows"] = [place | row for row in old["rows"] if not row.keys() & {"error", "unfinished"}]
     return results
 
 

@@ -1,4 +1,5 @@
-"""Sections 3 and 6 and Appendix C.1 of the GKA paper in float64: what is kept of the Kalman filter, and Algorithm 2.
+"""Sections 3 and 6, Appendices C.1, F.3 and H of the GKA paper in float64: what is kept of the Kalman filter, Algorithm
+2, and what sketches and alpha do to the readout of long contexts.
 
     python training/experiments/gka/equations.py --out gka_equations.json
 
@@ -12,6 +13,10 @@ half of the sequence; 1 is that of knowing nothing.
 autograd. The weights omega are computed backwards, too, as the algorithm does, or kept. "as printed" has the sign of
 c_i q of equation 60. "divisor" is Figure 5: the smallest and largest absolute value by which a reversed iteration is
 divided, for the Chebyshev iteration (CH) and for conjugate gradients (CG).
+
+"context": pairs of a key and a random value are stored and nothing fades. Every key is asked for once; an answer is
+right if its value is the one with the largest product with the output. A share of the square of each key's norm is in
+one direction that all keys have in common; the rest is random. A sketch is random and has orthonormal columns.
 """
 
 import itertools
@@ -33,6 +38,10 @@ RIDGES, STEPS, ADAPTIVE = (0.01, 0.03, 0.1, 0.3, 1.0), (0.02, 0.05, 0.1, 0.2, 0.
 ITERATIONS, DIMENSION, PAIRS, SEEDS_OF_PROBLEMS = (10, 30), 64, (16, 64, 256), 7
 PROBLEMS = len(PAIRS) * SEEDS_OF_PROBLEMS
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+SHARED, CONTEXTS = (0.0, 0.5), (16, 32, 64, 128, 256, 512)
+# layers by name: dimensions of the sketch, and alpha; alpha 0 is linear attention
+READERS = {"s = D": (64, 1.0), "s = D/2": (32, 1.0), "s = D/4": (16, 1.0)}
+READERS |= {"alpha 0.5": (64, 0.5), "linear attention": (64, 0.0)}
 
 
 def sequences(keep: float, seeds) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,12 +207,33 @@ def reversal(dtype: str, iterations: int) -> dict:
     return {"log10_errors": found, "divisors": {name: [min(of), max(of)] for name, of in finite.items()}}
 
 
+def answers(shared: float, pairs: int) -> dict:
+    """The share of right answers of every layer of `READERS`, one per seed."""
+    found: dict[str, list[float]] = {name: [] for name in READERS}
+    for seed in SEEDS:
+        draws = torch.Generator().manual_seed(seed)
+        k, v = torch.randn(2, pairs, DIMENSION, generator=draws, dtype=torch.float64)
+        common, matrix = torch.randn(2, DIMENSION, DIMENSION, generator=draws, dtype=torch.float64)
+        k, common = k / k.norm(dim=-1, keepdim=True), common[0] / common[0].norm()
+        k = (1 - shared) ** 0.5 * k + shared**0.5 * common
+        k = k / k.norm(dim=-1, keepdim=True)
+        for name, (size, alpha) in READERS.items():
+            q = k if size == DIMENSION else k @ torch.linalg.qr(matrix)[0][:, :size]
+            H = q.mT @ q
+            A = H + ADAPTIVE * torch.linalg.matrix_norm(H) * torch.eye(size, dtype=H.dtype)
+            y = (q + alpha * (torch.linalg.solve(A, q.mT).mT - q)) @ (q.mT @ v)
+            found[name].append(((y @ v.mT).argmax(-1) == torch.arange(pairs)).double().mean().item())
+    return {"answers": found}
+
+
 def run(row: dict, args) -> dict:
+    if row["part"] == "context":
+        return answers(row["shared"], row["pairs"])
     return filters(row["keep"]) if row["part"] == "kalman" else reversal(row["dtype"], row["iterations"])
 
 
 def table(results: dict) -> str:
-    """The errors of the estimators by drift, and those of the reversed backward pass."""
+    """The errors of the estimators by drift, those of the reversed backward pass, and answers by context."""
     kalman_rows = [row for row in results["rows"] if row["part"] == "kalman"]
     names = list(kalman_rows[0]["errors"])
     lines = [[name, *(f"{statistics.fmean(row['errors'][name]):.4f}" for row in kalman_rows)] for name in names]
@@ -217,19 +247,29 @@ def table(results: dict) -> str:
         second.append([row["dtype"], row["iterations"], *errors_of, *divisors])
     second_head = ["reversed in", "iterations", *ways, *(f"divisor, {name}" for name in reversals[0]["divisors"])]
     distance = next(row["distance_from_ridge"] for row in kalman_rows if "distance_from_ridge" in row)
+    asked = [row for row in results["rows"] if row["part"] == "context"]
+    third = [
+        [f"{shared:g}", name, *(f"{100 * statistics.fmean(row['answers'][name]):.0f}" for row in asked
+         if row["shared"] == shared)]
+        for shared, name in itertools.product(SHARED, READERS)
+    ]  # fmt: skip
+    third_head = ["shared", "right answers, %, pairs", *map(str, CONTEXTS)]
     return (
         f"{markdown_table(head, lines)}\n\nMeans of {len(SEEDS)} seeds. Without drift the filter is the ridge"
         f" regression: they differ by {distance:.0e} at most.\n\n{markdown_table(second_head, second)}\n\nRelative"
         f" error of dH (geometric mean of {PROBLEMS} problems with {', '.join(map(str, PAIRS))} pairs of"
-        f" {DIMENSION} dimensions). {measured_at(results)}."
+        f" {DIMENSION} dimensions).\n\n{markdown_table(third_head, third)}\n\nMeans of {len(SEEDS)} seeds; D ="
+        f" {DIMENSION}. {measured_at(results)}."
     )
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
     pairs = itertools.product(DTYPES, ITERATIONS)
-    return [{"part": "kalman", "keep": keep} for keep in KEEPS] + [
-        {"part": "reversed", "dtype": dtype, "iterations": iterations} for dtype, iterations in pairs
-    ]
+    return (
+        [{"part": "kalman", "keep": keep} for keep in KEEPS]
+        + [{"part": "reversed", "dtype": dtype, "iterations": iterations} for dtype, iterations in pairs]
+        + [{"part": "context", "shared": shared, "pairs": pairs} for shared in SHARED for pairs in CONTEXTS]
+    )
 
 
 main = Experiment("gka_equations", __file__, Options, rows_to_run).command()

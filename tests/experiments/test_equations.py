@@ -43,6 +43,13 @@ def test_algorithm_2_is_the_gradient_of_algorithm_1(keep):
     assert (printed - A.grad).norm() > 0.1 * A.grad.norm()
 
 
+def test_small_sketches_and_small_alphas_answer_less():
+    found = equations.answers(0.5, 96)["answers"]
+    means = [sum(found[name]) for name in ("s = D", "s = D/2", "s = D/4", "alpha 0.5", "linear attention")]
+    assert means == sorted(means, reverse=True) and len({*means}) == len(means)
+    assert equations.answers(0.0, 2)["answers"]["s = D"] == [1.0] * len(equations.SEEDS)
+
+
 def test_divisors_are_those_of_three_terms():
     """x_i - x_{i-1} - b (x_{i-1} - x_{i-2}) of conjugate gradients is a step along the residual for this b only."""
     k, q = randn(30, 6), randn(6, seed=1)

@@ -1,5 +1,5 @@
-"""Sections 3 and 6, Appendices C.1, F.3 and H of the GKA paper in float64: what is kept of the Kalman filter, Algorithm
-2, and what sketches and alpha do to the readout of long contexts.
+"""Sections 3 and 6, Appendices C.1, F.3 and H of the GKA paper in float64: what is kept of the Kalman filter,
+Algorithm 2, and what sketches and alpha do to the readout of long contexts.
 
     python training/experiments/gka/equations.py --out gka_equations.json
 
@@ -248,11 +248,10 @@ def table(results: dict) -> str:
     second_head = ["reversed in", "iterations", *ways, *(f"divisor, {name}" for name in reversals[0]["divisors"])]
     distance = next(row["distance_from_ridge"] for row in kalman_rows if "distance_from_ridge" in row)
     asked = [row for row in results["rows"] if row["part"] == "context"]
-    third = [
-        [f"{shared:g}", name, *(f"{100 * statistics.fmean(row['answers'][name]):.0f}" for row in asked
-         if row["shared"] == shared)]
-        for shared, name in itertools.product(SHARED, READERS)
-    ]  # fmt: skip
+    third = []
+    for shared, name in itertools.product(SHARED, READERS):
+        shares = [statistics.fmean(row["answers"][name]) for row in asked if row["shared"] == shared]
+        third.append([f"{shared:g}", name, *(f"{100 * share:.0f}" for share in shares)])
     third_head = ["shared", "right answers, %, pairs", *map(str, CONTEXTS)]
     return (
         f"{markdown_table(head, lines)}\n\nMeans of {len(SEEDS)} seeds. Without drift the filter is the ridge"

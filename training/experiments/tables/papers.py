@@ -17,6 +17,9 @@ from hf_memmix.training.experiments.results import read
 FROM_SCRATCH = ("transformer", "linear-decay", "delta", "gdn", "dec", "gla")
 FROM_SCRATCH += ("gka-equal", "gka", "mamba2-equal", "mamba2")
 RESOLUTIONS = (224, 512, 1024)
+# Figure 3b: the names of ops in files of the benchmark of ops, by the op and what has its own decay
+LAYERS = {("gla", None): "GLA", ("gated_delta", "head"): "Gated DeltaNet", ("gated_delta", "channel"): "KDA"}
+LAYERS |= {("gka", None): "GKA", ("sdpa", None): "attention"}
 RAISED = ("gla", "gla_seed1", "gla_wide", "mamba2", "mamba2_seed1", "lattice", "lattice_seed1", "plain", "")
 RAISED += ("seed1", "gla_long", "long")
 
@@ -99,6 +102,25 @@ def gka_sketch() -> str:
         " (tables below). The rest: bf16, D=128, solver (12, 10); fwd and fwd+bwd: B=4, T=8192, H=8; decode: a step of"
         f" 32 heads inside a CUDA graph. s = 128 is without a sketch. {gpu}, torch {torch}, Triton {triton}, commit"
         f" {commit}."
+    )
+
+
+def gka_times() -> str:
+    """GKA's op beside others: a forward and backward pass by GPU and tokens, as in Figure 3b."""
+    versions, found, commits = read("triton_versions_h100"), {}, {}
+    place = {name: versions[name] for name in ("gpu", "commit")}
+    for row in read("h200") + [row | place for row in versions["ops"] if row["triton"] == "3.6.0"]:
+        name = LAYERS.get((row["op"], row.get("decay_per")))
+        alike = (row["pass"], row["B"], row["H"], row["D"]) == ("fwd+bwd", 4, 8, 128)
+        if name and alike and row.get("iterations", [12, 10]) == [12, 10]:
+            found[name, row["gpu"], row["T"]] = f"{row['ms']:.1f}"
+            commits[row["commit"]] = None
+    columns = sorted({key[1:] for key in found})
+    lines = [[name, *(found.get((name, *column), "") for column in columns)] for name in LAYERS.values()]
+    head = ["ms", *(f"{gpu}, {tokens:,} tokens" for gpu, tokens in columns)]
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nbf16, 4 sequences, 8 heads of 128, solver (12, 10). Triton"
+        f" 3.6.0, commit {', '.join(commits)}."
     )
 
 

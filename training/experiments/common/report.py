@@ -2,6 +2,7 @@
 language models.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -130,22 +131,18 @@ def rows_table(results: dict, by: str, *figures: str) -> str:
 
 
 def caption(results: dict, failed: list[dict], spread: str = SPREAD_NOTE) -> str:
-    """The text below a table: size of the models, hardware, commits, what ± is (`spread`), and which rows it
-    leaves out: those that learnt nothing, and those that were trained and not measured.
+    """The text below a table: size of the models, hardware, commits, what ± is (`spread`), and how many rows of a
+    model it leaves out: those that learnt nothing, and those that were trained and not measured.
     """
     settings = results["settings"]
     text = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens;"
     text += f" {measured_at(results)}. {spread}"
-    left_out = {"Learnt nothing": [], "Trained and not measured": []}
+    left_out = {"Learnt nothing": Counter(), "Trained and not measured": Counter()}
     for row in failed:
         measured = "dev_loss" in row or not row["finite"]
-        name = f"{row.get('model') or row['rung']} at {row['lr']:g}"
-        if "pairs" in row:
-            name += f" with {row['pairs']} pairs"
-        if row.get("seed"):
-            name += f" (seed {row['seed']})"
-        left_out["Learnt nothing" if measured else "Trained and not measured"].append(name)
-    return text + "".join(f" {why}: {', '.join(dict.fromkeys(names))}." for why, names in left_out.items() if names)
+        left_out["Learnt nothing" if measured else "Trained and not measured"][row.get("model") or row["rung"]] += 1
+    named = {why: [f"{name} ({count})" for name, count in rows.items()] for why, rows in left_out.items()}
+    return text + "".join(f" {why}, rows: {', '.join(names)}." for why, names in named.items() if names)
 
 
 def spread_note(figures: Iterable[list[dict]]) -> str:

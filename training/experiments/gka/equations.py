@@ -38,7 +38,7 @@ RIDGES, STEPS, ADAPTIVE = (0.01, 0.03, 0.1, 0.3, 1.0), (0.02, 0.05, 0.1, 0.2, 0.
 ITERATIONS, DIMENSION, PAIRS, SEEDS_OF_PROBLEMS = (10, 30), 64, (16, 64, 256), 7
 PROBLEMS = len(PAIRS) * SEEDS_OF_PROBLEMS
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-SHARED, CONTEXTS = (0.0, 0.5), (16, 32, 64, 128, 256, 512)
+SHARED, CONTEXTS, SHOWN = (0.0, 0.5), (16, 32, 64, 128, 256, 512), (16, 64, 256)
 # layers by name: dimensions of the sketch, and alpha; alpha 0 is linear attention
 READERS = {"s = D": (64, 1.0), "s = D/2": (32, 1.0), "s = D/4": (16, 1.0)}
 READERS |= {"alpha 0.5": (64, 0.5), "linear attention": (64, 0.0)}
@@ -238,21 +238,25 @@ def table(results: dict) -> str:
     names = list(kalman_rows[0]["errors"])
     lines = [[name, *(f"{statistics.fmean(row['errors'][name]):.4f}" for row in kalman_rows)] for name in names]
     head = ["mean square error, state keeps", *(f"{row['keep']:g}" for row in kalman_rows)]
-    reversals = [row for row in results["rows"] if row["part"] == "reversed"]
+    reversals = [row for row in results["rows"] if row.get("iterations") == ITERATIONS[-1]]
     ways = list(reversals[0]["log10_errors"])
     second = []
     for row in reversals:
         divisors = [f"{low:.1g} to {high:.1g}" for low, high in row["divisors"].values()]
         errors_of = [f"{10 ** statistics.fmean(row['log10_errors'][way]):.0e}" for way in ways]
-        second.append([row["dtype"], row["iterations"], *errors_of, *divisors])
-    second_head = ["reversed in", "iterations", *ways, *(f"divisor, {name}" for name in reversals[0]["divisors"])]
+        second.append([row["dtype"], *errors_of, *divisors])
+    second_head = [
+        f"{ITERATIONS[-1]} iterations reversed in",
+        *ways,
+        *(f"divisor, {name}" for name in reversals[0]["divisors"]),
+    ]
     distance = next(row["distance_from_ridge"] for row in kalman_rows if "distance_from_ridge" in row)
-    asked = [row for row in results["rows"] if row["part"] == "context"]
-    third = []
-    for shared, name in itertools.product(SHARED, READERS):
+    asked = [row for row in results["rows"] if row["part"] == "context" and row["pairs"] in SHOWN]
+    third, names = [], list(READERS)
+    for shared, name in [(0.0, name) for name in names[:3]] + [(0.5, name) for name in (names[0], *names[3:])]:
         shares = [statistics.fmean(row["answers"][name]) for row in asked if row["shared"] == shared]
-        third.append([f"{shared:g}", name, *(f"{100 * share:.0f}" for share in shares)])
-    third_head = ["shared", "right answers, %, pairs", *map(str, CONTEXTS)]
+        third.append([name + ", shared" * (shared > 0), *(f"{100 * share:.0f}" for share in shares)])
+    third_head = ["right answers, %, pairs", *map(str, SHOWN)]
     return (
         f"{markdown_table(head, lines)}\n\nMeans of {len(SEEDS)} seeds. Without drift the filter is the ridge"
         f" regression: they differ by {distance:.0e} at most.\n\n{markdown_table(second_head, second)}\n\nRelative"

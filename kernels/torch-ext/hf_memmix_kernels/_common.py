@@ -121,6 +121,30 @@ def num_sequences(batch: int, cu_seqlens: torch.Tensor | None) -> int:
     return batch if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
+def start_state(
+    op: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None, shape: tuple[int, ...], given: torch.Tensor | None
+) -> torch.Tensor:
+    """The state [N, *shape] before the first token of x [B, ...], in the dtype of sums: `given`, or zeros.
+
+    Raises:
+        ValueError: the boundaries do not fit x, or `given` has another shape.
+    """
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, x.shape[0])
+    expected, dtype = (num_sequences(x.shape[0], cu_seqlens), *shape), compute_dtype(x.dtype)
+    if given is None:
+        return x.new_zeros(expected, dtype=dtype)
+    if tuple(given.shape) != expected:
+        raise ValueError(f"{op}: initial_state must be {expected}, got {tuple(given.shape)}")
+    return given.to(dtype)
+
+
+def heads_of_token(x: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """One token [B, 1, Hx, D] as [B, heads, D]: head h is head h // (heads / Hx)."""
+    x = x[:, 0].to(dtype)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
 class SequenceLayout:
     """Cuts [B, T, ...] tensors, batched or packed, into chunks [N, chunks, C, ...], zero-padded, and back."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import checkpoint_slots
-from .._common import check_cu_seqlens, compute_dtype, dense, num_sequences
+from .._common import dense, start_state
 from .._dispatch import native_library, use_triton
 from .._groups import flat, tensors
 from .._pages import check_step_states
@@ -213,16 +213,9 @@ def chunk_coffee(
         ValueError: a shape or option is none of these.
     """
     inputs = _check("chunk_coffee", Inputs(u, lam, w, C, w_filter, gate), feedback)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, u.shape[0])
-    dtype = compute_dtype(u.dtype)
-    expected = (num_sequences(u.shape[0], cu_seqlens), *lam.shape)
-    if initial_state is None:
-        initial_state = u.new_zeros(expected, dtype=dtype)
-    elif tuple(initial_state.shape) != expected:
-        raise ValueError(f"chunk_coffee: initial_state must be {expected}, got {tuple(initial_state.shape)}")
-    save = saves_for_backward(*inputs, initial_state)
-    y, final, _ = _fwd(*inputs, initial_state.to(dtype), dense(cu_seqlens), feedback, save)
+    state = start_state("chunk_coffee", u, cu_seqlens, lam.shape, initial_state)
+    save = saves_for_backward(*inputs, state)
+    y, final, _ = _fwd(*inputs, state, dense(cu_seqlens), feedback, save)
     return y, final
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, check_shared_heads, compute_dtype, dense, num_sequences
+from .._common import check_shared_heads, dense, start_state
 from .._dispatch import native_library, use_triton
 from .._groups import flat, tensors
 from .._pages import check_step_states
@@ -128,17 +128,11 @@ def chunk_gated_delta(
         ValueError: shapes or head sizes do not fit.
     """
     _check("gated_delta", q, k, v, log_decay, beta)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q.shape[0])
-    dtype = compute_dtype(q.dtype)
-    expected = (num_sequences(q.shape[0], cu_seqlens), beta.shape[2], q.shape[3], v.shape[3])
-    if initial_state is None:
-        initial_state = q.new_zeros(expected, dtype=dtype)
-    elif tuple(initial_state.shape) != expected:
-        raise ValueError(f"gated_delta: initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    shape = (beta.shape[2], q.shape[3], v.shape[3])
+    state = start_state("gated_delta", q, cu_seqlens, shape, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    gates = log_decay.to(dtype), beta.to(dtype)
-    return _fwd(q, k, v, *gates, initial_state.to(dtype), dense(cu_seqlens), float(scale))
+    gates = log_decay.to(state.dtype), beta.to(state.dtype)
+    return _fwd(q, k, v, *gates, state, dense(cu_seqlens), float(scale))
 
 
 def gated_delta_step(

@@ -11,7 +11,7 @@ broadcast. `decays.py` has what differs between one decay per head and one per c
 import torch
 from torch import Tensor
 
-from .._common import FLOOR, SequenceLayout, compute_dtype, without_autocast
+from .._common import FLOOR, SequenceLayout, compute_dtype, heads_of_token, without_autocast
 from .._groups import flat
 from .._pages import read_pages, write_pages
 from .arguments import Inputs, Token, Upstream
@@ -117,13 +117,7 @@ def gated_delta_step_torch(token: Token) -> Tensor:
     """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages, in place."""
     q, k, v, log_decay, beta, pool, state_indices, scale = token
     (state,) = read_pages(state_indices, pool)
-    heads = state.shape[1]
-    query, keys, values = (
-        t[:, 0].to(state.dtype)
-        if t.shape[2] == heads
-        else t[:, 0].to(state.dtype).repeat_interleave(heads // t.shape[2], 1)
-        for t in (q, k, v)
-    )
+    query, keys, values = (heads_of_token(t, state.shape[1], state.dtype) for t in (q, k, v))
     g = log_decay[:, 0].to(state.dtype).exp()
     state.mul_(g[..., None, None] if g.dim() == 2 else g[..., None])
     errors = values - (keys[..., None, :] @ state)[..., 0, :]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, check_shared_heads, compute_dtype, dense, num_sequences
+from .._common import check_shared_heads, dense, start_state
 from .._dispatch import native_library, use_triton
 from .._groups import flat
 from .._pages import check_step_states
@@ -135,17 +135,11 @@ def chunk_gla(
     _check("gla", q, k, v, log_decay, beta, skip)
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"gla: chunk_size={chunk_size} is not one of {CHUNK_SIZES}")
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q.shape[0])
-    dtype = compute_dtype(q.dtype)
-    expected = (num_sequences(q.shape[0], cu_seqlens), log_decay.shape[2], q.shape[3], v.shape[3])
-    if initial_state is None:
-        initial_state = q.new_zeros(expected, dtype=dtype)
-    elif tuple(initial_state.shape) != expected:
-        raise ValueError(f"gla: initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    shape = (log_decay.shape[2], q.shape[3], v.shape[3])
+    state = start_state("gla", q, cu_seqlens, shape, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    gates = (None if t is None else t.to(dtype) for t in (log_decay, beta, skip))
-    return _fwd(q, k, v, *gates, initial_state.to(dtype), dense(cu_seqlens), float(scale), chunk_size)
+    gates = (None if t is None else t.to(state.dtype) for t in (log_decay, beta, skip))
+    return _fwd(q, k, v, *gates, state, dense(cu_seqlens), float(scale), chunk_size)
 
 
 def gla_step(

@@ -9,7 +9,7 @@ broadcast.
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._common import FLOOR, SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
+from .._common import FLOOR, SequenceLayout, compute_dtype, decay_matrix, heads_of_token, scan_chunks, without_autocast
 from .._groups import flat
 from .._pages import read_pages, write_pages
 from .arguments import Inputs, Token, Upstream
@@ -102,13 +102,7 @@ def gla_step_torch(token: Token) -> Tensor:
     """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages in `pool`, in place."""
     q, k, v, log_decay, beta, skip, pool, state_indices, scale = token
     (state,) = read_pages(state_indices, pool)
-    heads = state.shape[1]
-    query, keys, values = (
-        t[:, 0].to(state.dtype)
-        if t.shape[2] == heads
-        else t[:, 0].to(state.dtype).repeat_interleave(heads // t.shape[2], 1)
-        for t in (q, k, v)
-    )
+    query, keys, values = (heads_of_token(t, state.shape[1], state.dtype) for t in (q, k, v))
     decay = log_decay[:, 0].to(state.dtype).exp()[..., None, None]
     written = values if beta is None else values * beta[:, 0, :, None].to(state.dtype)
     state.mul_(decay).addcmul_(keys[..., :, None], written[..., None, :])

@@ -15,7 +15,7 @@ from hf_memmix.conversion.from_attention.half_lives import (
     start_decay,
     start_half_lives,
 )
-from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
+from hf_memmix.conversion.from_attention.projections import pass_convolutions, projection_options, take_projections
 from hf_memmix.conversion.from_attention.registry import starts
 
 HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
@@ -40,10 +40,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     `take_projections`.
     """
     fates = take_projections(mixer, attention)
-    for name, parameter in mixer.named_parameters():
-        if name.endswith("conv1d.weight"):
-            parameter.zero_()
-            parameter[:, :, -1] = 1
+    pass_convolutions(mixer)
     mixer.b_proj.weight.zero_()  # beta is one half, or 1 with negative eigenvalues
     half_lives = start_half_lives(mixer, HALF_LIVES)
     start_decay(mixer, half_lives, mixer.f_b_proj if mixer.name == "kda" else mixer.a_proj)

@@ -16,7 +16,7 @@ from hf_memmix.conversion.from_attention.half_lives import (
     start_decay,
     start_half_lives,
 )
-from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
+from hf_memmix.conversion.from_attention.projections import pass_convolutions, projection_options, take_projections
 from hf_memmix.conversion.from_attention.registry import starts
 from hf_memmix.mixers.half_lives import decay_rates
 
@@ -37,10 +37,7 @@ def options_for(attention: AttentionWeights) -> dict:
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `GKAMixer` from an attention, in place; errors and result are those of `take_projections`."""
     fates = take_projections(mixer, attention)
-    for name, parameter in mixer.named_parameters():
-        if name.endswith("conv1d.weight"):
-            parameter.zero_()
-            parameter[:, :, -1] = 1
+    pass_convolutions(mixer)
     for used, name in ((mixer.options.use_alpha, "alpha_proj"), (mixer.options.use_beta, "b_proj")):
         if used:
             getattr(mixer, name).weight.zero_()

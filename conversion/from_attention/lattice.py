@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
-from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
+from hf_memmix.conversion.from_attention.projections import pass_convolutions, projection_options, take_projections
 from hf_memmix.conversion.from_attention.registry import starts
 from hf_memmix.errors import UserError
 
@@ -43,13 +43,11 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             f"layer {mixer.layer_idx}: an attention's q and k are two projections; convert with share_qk=False"
         )
     fates = take_projections(mixer, attention)
-    for name, parameter in mixer.named_parameters():
-        if name.endswith("conv1d.weight"):
-            parameter.zero_()
-            parameter[:, :, -1] = 1
-        elif name == "gamma_proj.weight" or (name == "g_proj.weight" and mixer.options.gate_bias):
-            parameter.zero_()
+    pass_convolutions(mixer)
+    if mixer.options.step_size != "constant":
+        mixer.gamma_proj.weight.zero_()
     if mixer.options.use_gate and mixer.options.gate_bias:
+        mixer.g_proj.weight.zero_()
         mixer.g_proj.bias.fill_(GATE_BIAS)
     if mixer.options.variant == "enc":  # its values have unit norm
         return fates

@@ -54,6 +54,15 @@ def take_projections(mixer: nn.Module, attention: AttentionWeights) -> list[Tens
     return fates
 
 
+@torch.no_grad()
+def pass_convolutions(mixer: nn.Module) -> None:
+    """Let every short convolution give its input unchanged."""
+    for name, parameter in mixer.named_parameters():
+        if name.endswith("conv1d.weight"):
+            parameter.zero_()
+            parameter[:, :, -1] = 1
+
+
 FOLDED = "the norm's scale is multiplied into the projection; its division by the rms has no counterpart"
 
 

@@ -322,9 +322,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """The library's own recurrent layers call this; here it raises ValueError, because states have names."""
         raise ValueError("this layer keeps named states: use put()")
 
-    def update_recurrent_state(self, *args, **kwargs):
-        """As `update_conv_state`: always a ValueError."""
-        raise ValueError("this layer keeps named states: use put()")
+    update_recurrent_state = update_conv_state
 
     # ---- helpers
 

@@ -10,20 +10,7 @@ from typing import ClassVar
 
 from transformers import LlamaConfig
 
-from .family import FamilyConfig, register_family
-
-
-def _size(hidden: int, layers: int, intermediate: int, heads: int) -> dict:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,  # of the layers in `attention_layers`
-        "num_key_value_heads": heads,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 2048,
-        "vocab_size": 32000,
-        "tie_word_embeddings": True,
-    }
+from .family import FamilyConfig, register_family, sizes
 
 
 @register_family
@@ -39,7 +26,7 @@ class CoffeeConfig(FamilyConfig, LlamaConfig):
     model_type: ClassVar[str] = "memmix_coffee"
     mixer: ClassVar[str] = "coffee"
     presets: ClassVar[dict] = {
-        "125m": _size(768, 12, 2048, 12),
-        "400m": _size(1024, 24, 2816, 16),
-        "1.5b": _size(2048, 24, 5632, 32),
+        "125m": sizes(768, 12, 12, 2048),
+        "400m": sizes(1024, 24, 16, 2816),
+        "1.5b": sizes(2048, 24, 32, 5632),
     }

@@ -11,24 +11,9 @@ from transformers import LlamaConfig
 
 from ..errors import UserError
 from ..mixers import KoopmanMLP
-from .family import FamilyConfig, register_family
+from .family import FamilyConfig, register_family, sizes
 
 FEED_FORWARDS = ("koopman", "koopman_gated", "swiglu")
-
-
-def _size(hidden: int, layers: int, heads: int, intermediate: int, ska: int, **fields) -> dict:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": intermediate,
-        "num_ska_layers": ska,
-        "max_position_embeddings": 4096,
-        "vocab_size": 32000,
-        "tie_word_embeddings": True,
-        **fields,
-    }
 
 
 def echo_layers(num_layers: int, ska: int = 2) -> list[str]:
@@ -68,12 +53,12 @@ class EchoConfig(FamilyConfig, LlamaConfig):
     model_type: ClassVar[str] = "memmix_echo"
     mixer: ClassVar[str] = "mamba2"
     presets: ClassVar[dict] = {
-        "1m": _size(
-            128, 4, 4, 384, 2, vocab_size=256, feed_forward="swiglu",
+        "1m": sizes(
+            128, 4, 4, 384, vocab_size=256, max_position_embeddings=4096, feed_forward="swiglu",
             mixers={"ska": {"rank": 24, "chunk_size": 8}, "mamba2": {"state_size": 64, "head_dim": 32}},
         ),
-        "50m": _size(512, 12, 8, 1368, 4),
-        "180m": _size(768, 24, 12, 2048, 2),
+        "50m": sizes(512, 12, 8, 1368, max_position_embeddings=4096, num_ska_layers=4),
+        "180m": sizes(768, 24, 12, 2048, max_position_embeddings=4096),
     }  # fmt: skip
 
     num_ska_layers: int = 2

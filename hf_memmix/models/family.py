@@ -25,6 +25,21 @@ FAMILIES: dict[str, type["FamilyConfig"]] = {}
 _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
+def sizes(hidden: int, layers: int, heads: int, intermediate: int, **fields) -> dict:
+    """The fields of a preset; `fields` add to them or replace them. `heads` are those of attention."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 2048,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        **fields,
+    }
+
+
 class FamilyConfig(MemMixConfig):
     """Base class of the configurations of families. It stands before the backbone's configuration class.
 

@@ -9,24 +9,11 @@ from typing import ClassVar
 
 from transformers import Qwen3Config
 
-from .family import FamilyConfig, register_family
+from .family import FamilyConfig, register_family, sizes
 
-
-def _size(hidden: int, layers: int, heads: int, intermediate: int, **fields) -> dict:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": 128,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 2048,
-        "vocab_size": 50257,  # GPT-2's tokenizer
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "tie_word_embeddings": True,
-        **fields,
-    }
+# heads of 128 and the vocabulary of GPT-2
+OWN = {"head_dim": 128, "vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
+LONG = OWN | {"max_position_embeddings": 4096}
 
 
 @register_family
@@ -44,8 +31,8 @@ class GKAConfig(FamilyConfig, Qwen3Config):
     # intermediate sizes are 8/3 of the hidden size, rounded up to a multiple of 256, and embeddings are tied: that
     # gives the stated numbers of parameters
     presets: ClassVar[dict] = {
-        "440m": _size(1024, 28, 8, 2816),
-        "1b": _size(1536, 28, 12, 4096),
-        "2.8b": _size(2560, 32, 20, 6912, max_position_embeddings=4096),
-        "2.8b-hybrid": _size(2560, 30, 20, 6912, max_position_embeddings=4096, attention_layers=[6, 14, 22, 29]),
+        "440m": sizes(1024, 28, 8, 2816, **OWN),
+        "1b": sizes(1536, 28, 12, 4096, **OWN),
+        "2.8b": sizes(2560, 32, 20, 6912, **LONG),
+        "2.8b-hybrid": sizes(2560, 30, 20, 6912, attention_layers=[6, 14, 22, 29], **LONG),
     }

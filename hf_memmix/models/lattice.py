@@ -7,20 +7,7 @@ from typing import ClassVar
 
 from transformers import LlamaConfig
 
-from .family import FamilyConfig, register_family
-
-
-def _size(hidden: int, layers: int, heads: int, intermediate: int) -> dict:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 2048,
-        "vocab_size": 32000,
-        "tie_word_embeddings": True,
-    }
+from .family import FamilyConfig, register_family, sizes
 
 
 @register_family
@@ -36,4 +23,4 @@ class LatticeConfig(FamilyConfig, LlamaConfig):
 
     model_type: ClassVar[str] = "memmix_lattice"
     mixer: ClassVar[str] = "lattice"
-    presets: ClassVar[dict] = {"110m": _size(768, 12, 12, 2048), "340m": _size(1024, 24, 16, 2816)}
+    presets: ClassVar[dict] = {"110m": sizes(768, 12, 12, 2048), "340m": sizes(1024, 24, 16, 2816)}

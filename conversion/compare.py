@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
+from hf_memmix.conversion.limits import check_length, check_vocabularies, check_vocabulary, limit_of
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.model_files import check_converted
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
@@ -63,11 +63,7 @@ def check_pair(student: nn.Module, teacher: nn.Module, tokens: Tensor, block_siz
     check_vocabularies(student, teacher)
     if len(tokens) > limit_of(teacher):
         check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")
-    if int(tokens.max()) >= student.config.vocab_size:
-        raise UserError(
-            f"token {int(tokens.max())} is outside the vocabulary of {student.config.vocab_size}; "
-            "use the teacher's own tokenizer"
-        )
+    check_vocabulary(tokens, student.config.vocab_size)
 
 
 @torch.no_grad()

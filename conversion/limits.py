@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_memmix.backbones import backbone_of
 from hf_memmix.conversion.model_files import check_limit
@@ -39,6 +39,12 @@ def check_tokens(ids: Iterable[int], model: nn.Module, tokenizer, name: str) -> 
             f"{name} holds {tokenizer.convert_ids_to_tokens(outside[0])!r}, token {outside[0]}, but the model has"
             f" {size} tokens; {RESIZE}"
         )
+
+
+def check_vocabulary(tokens: Tensor, size: int) -> None:
+    """Raise ValueError if a token of a text is outside a vocabulary of `size` tokens."""
+    if (highest := int(tokens.max())) >= size:
+        raise UserError(f"token {highest} is outside the vocabulary of {size}; use the teacher's own tokenizer")
 
 
 def tokens_without_embedding(tokenizer, vocabulary: int) -> list[str]:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from hf_memmix.conversion.limits import check_vocabulary
 from hf_memmix.conversion.text_rows import beginning_of, cut_marked_rows, encode
 from hf_memmix.errors import UserError
 from hf_memmix.training.chat_rows import answer_tokens, chat_tokens, ends_a_turn
-from hf_memmix.training.recipe import check_bos, check_loss
+from hf_memmix.training.recipe import check_choice
 from hf_memmix.training.text_files import Conversation, documents, list_of
 
 __all__ = ["StreamedBlocks", "TokenBlocks", "tokenize_files", "tokenizer_hash"]
@@ -75,8 +76,8 @@ def _rows(
     sources: Sources, tokenizer, block_size: int, pack: bool, bos: str, field: str | None, loss: str
 ) -> Iterator[dict[str, Tensor]]:
     """All full rows: `input_ids`, `position_ids` if packed, `loss_mask` if only answers count; [block_size] each."""
-    check_bos(bos)
-    check_loss(loss)
+    check_choice("bos", bos)
+    check_choice("loss", loss)
     beginning = beginning_of(tokenizer) if bos == "rows" else []
     parts = tokenize_documents(sources, tokenizer, field, loss)
     for tokens, positions, counted in cut_marked_rows(parts, block_size, beginning):
@@ -158,7 +159,7 @@ class TokenBlocks(Dataset):
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError if a token is outside a vocabulary of this size."""
-        _check_vocabulary(self.blocks, size)
+        check_vocabulary(self.blocks, size)
 
     def document_lengths(self) -> Tensor:
         """Number of tokens [N] of each packed document, or part of one in a row; of each row if nothing is packed."""
@@ -204,8 +205,8 @@ class StreamedBlocks(IterableDataset):
         loss: str = "all",
     ):
         _check_block_size(block_size)
-        check_bos(bos)
-        check_loss(loss)
+        check_choice("bos", bos)
+        check_choice("loss", loss)
         self.sources, self._tokenizer, self.pack, self.bos = list_of(sources), tokenizer, pack, bos
         self.field, self.loss = field, loss
         self.block_size, self.tokenizer, self.vocabulary = block_size, tokenizer_hash(tokenizer), None
@@ -237,7 +238,7 @@ class StreamedBlocks(IterableDataset):
         options = (self.pack, self.bos, self.field, self.loss)
         for row in _rows(self.sources, self._tokenizer, self.block_size, *options):
             if self.vocabulary is not None:
-                _check_vocabulary(row["input_ids"], self.vocabulary)
+                check_vocabulary(row["input_ids"], self.vocabulary)
             yield row
 
     def fingerprint(self) -> str:
@@ -253,10 +254,3 @@ class StreamedBlocks(IterableDataset):
 def _check_block_size(block_size: int) -> None:
     if block_size < 2:
         raise UserError(f"block_size is {block_size}; it must be at least 2")
-
-
-def _check_vocabulary(tokens: Tensor, size: int) -> None:
-    if int(tokens.max()) >= size:
-        raise UserError(
-            f"token {int(tokens.max())} is outside the vocabulary of {size}; use the teacher's own tokenizer"
-        )

@@ -12,11 +12,13 @@ from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.yaml_text import read_yaml
 from hf_memmix.errors import UserError
 
-STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
-QUANTIZED = ("none", "4bit", "8bit")
-BOS = ("rows", "documents")
-LOSSES = ("all", "answers")
+CHOICES = {
+    "stage": ("align", "distill"),
+    "quantize": ("none", "4bit", "8bit"),
+    "bos": ("rows", "documents"),
+    "loss": ("all", "answers"),
+}
 # least and largest value of each number but the rates, which lie in [0, 1)
 BOUNDS = {
     "steps": (1, 10**9),
@@ -113,8 +115,7 @@ class Recipe:
     trainer: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        if self.stage not in STAGES:
-            raise UserError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+        check_choice("stage", self.stage)
         if self.warmup_steps is None and isinstance(self.steps, int):
             object.__setattr__(self, "warmup_steps", min(20, self.steps))
         for item in fields(self):
@@ -148,8 +149,7 @@ class Recipe:
                 "teacher is 'shared', so the tensors that it uses cannot be trained, but rest_learning_rate is"
                 f" {self.rest_learning_rate:g}; set it to 0.0, or set teacher to lora or copy"
             )
-        if self.quantize not in QUANTIZED:
-            raise UserError(f"quantize is {self.quantize!r}; it must be one of {', '.join(QUANTIZED)}")
+        check_choice("quantize", self.quantize)
         for name, idle in (("lora_mixers", False), ("quantize", "none")):
             if (value := getattr(self, name)) != idle and self.teacher != "lora":
                 raise UserError(
@@ -164,8 +164,8 @@ class Recipe:
             raise UserError(f"far_weight is {self.far_weight:g}, but only align compares attentions; leave it out")
         if self.far_window and not self.far_weight:
             raise UserError(f"far_window is {self.far_window}, but far_weight is 0; set far_weight, e.g. to 1.0")
-        check_bos(self.bos)
-        check_loss(self.loss)
+        check_choice("bos", self.bos)
+        check_choice("loss", self.loss)
         if self.layers not in ("", "all") and self.stage != "align":
             raise UserError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:
@@ -199,16 +199,10 @@ class Recipe:
         return chosen
 
 
-def check_bos(bos: str) -> None:
-    """Raise ValueError if it is none of `BOS`."""
-    if bos not in BOS:
-        raise UserError(f"bos is {bos!r}; it must be one of {', '.join(BOS)}")
-
-
-def check_loss(loss: str) -> None:
-    """Raise ValueError if it is none of `LOSSES`."""
-    if loss not in LOSSES:
-        raise UserError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
+def check_choice(name: str, value: str) -> None:
+    """Raise ValueError if it is none of `CHOICES[name]`."""
+    if value not in CHOICES[name]:
+        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(CHOICES[name])}")
 
 
 def check_tracker_names(names: Iterable[str], option: str) -> None:

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import typer
 
+from hf_memmix.training.evaluation.picture import new_picture, write_picture
+
 SERIES = {"teacher": ("#b5485d", "o", "KV cache"), "student": ("#2f6fa7", "s", "fixed state")}
 
 
 def plot_context_cost(results: dict, path: str | Path) -> None:
     """Draw `results["context_cost"]`, `{"teacher": rows, "student": rows}` of `context_cost`, as a PNG."""
-    import matplotlib
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    figure, (memory, speed) = new_picture(1, 2, figsize=(10, 3.6))
     for role, rows in results["context_cost"].items():
         color, marker, kind = SERIES[role]
         label = f"{results[role]['name']} ({kind})"
@@ -39,9 +38,7 @@ def plot_context_cost(results: dict, path: str | Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     memory.legend(frameon=False, fontsize=9)
     figure.supxlabel(results["hardware"], fontsize=8, color="#555555")
-    # no timestamp or version inside: the same numbers give the same file
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    write_picture(figure, path, dpi=150)
 
 
 def main(results: Path, plot: Path) -> None:

@@ -26,6 +26,7 @@ from hf_memmix.conversion.logits import logits_head
 from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.layer_runs import LayerRuns
 from hf_memmix.training.evaluation.layer_selection import divergence, text_loss
+from hf_memmix.training.evaluation.picture import new_picture, write_picture
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import nll_of_answers
 from hf_memmix.training.evaluation.selection_data import SelectionData
@@ -304,13 +305,8 @@ class Search:
 
 def plot_trace(plan: dict, path: str | Path) -> None:
     """Draw the plan of a greedy choice as a PNG: the loss over the number of layers that have attention."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows, window = plan["trace"], plan["stand_in"]["window"]
-    figure, axes = pyplot.subplots(figsize=(max(4, 0.35 * len(rows) + 2), 3.2), constrained_layout=True)
+    figure, axes = new_picture(figsize=(max(4, 0.35 * len(rows) + 2), 3.2))
     axes.plot([row["kept"] for row in rows], [row["loss"] for row in rows], ".-", color="#2f6fa7")
     for row in rows[1:]:
         text = f"{'-' if plan['stand_in']['drop'] else '+'}{row['layer']}"
@@ -320,6 +316,4 @@ def plot_trace(plan: dict, path: str | Path) -> None:
     axes.set_ylabel("loss, nats")
     axes.set_title(f"layers {', '.join(map(str, plan['keep']))} stay attention", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    # no timestamp or version inside: the same numbers give the same file
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    write_picture(figure, path)

@@ -21,6 +21,7 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.model_files import check_converted
 from hf_memmix.errors import UserError
+from hf_memmix.training.evaluation.picture import new_picture, write_picture
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix_kernels._common import exact
@@ -201,14 +202,11 @@ def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
 
 def plot_ranking(plan: dict, path) -> None:
     """Draw the plan of `memmix select` as a PNG: the two parts of each layer's score; kept layers have solid bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
 
     rows, kept = plan["layers"], set(plan["keep"])
     weight = plan["settings"]["weight"]
-    figure, axes = pyplot.subplots(figsize=(max(4, 0.35 * len(rows) + 2), 3.2), constrained_layout=True)
+    figure, axes = new_picture(figsize=(max(4, 0.35 * len(rows) + 2), 3.2))
     for part, color, shift in (("kl", "#2f6fa7", -0.2), ("nll", "#b5485d", 0.2)):
         for row in rows:
             value = row[part] * (weight if part == "nll" else 1)
@@ -218,9 +216,7 @@ def plot_ranking(plan: dict, path) -> None:
     axes.set_ylabel("nats")
     names = ("KL to the teacher, a token", f"{weight:g} x rise of the nll of answers")
     colors = ("#2f6fa7", "#b5485d")
-    axes.legend([pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors], names, frameon=False, fontsize=8)
+    axes.legend([Rectangle((0, 0), 1, 1, color=color) for color in colors], names, frameon=False, fontsize=8)
     axes.set_title(f"{plan['mixer']}: layers {', '.join(map(str, plan['keep']))} stay attention", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    # no timestamp or version inside: the same numbers give the same file
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    write_picture(figure, path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from hf_memmix.conversion.layer_cost import measured_on
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.training.evaluation.mixer_search import Budget, Measured, choose_mixers, totals
+from hf_memmix.training.evaluation.picture import new_picture, write_picture
 
 
 def mixture_plan(measured: Measured, budget: Budget, context: int) -> dict:
@@ -43,25 +44,18 @@ def mixture_plan(measured: Measured, budget: Budget, context: int) -> dict:
 
 def plot_mixture(plan: dict, path: str | Path) -> None:
     """Draw the scores of a plan as a PNG: one cell per layer and mixer, with a frame around the chosen one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
 
     kinds, rows = plan["candidates"], plan["scores"]
     values = [[row["mixers"][kind]["score"] for row in rows] for kind in kinds]
-    figure, axes = pyplot.subplots(
-        figsize=(max(4, 0.5 * len(rows) + 2), 0.45 * len(kinds) + 1.4), constrained_layout=True
-    )
+    figure, axes = new_picture(figsize=(max(4, 0.5 * len(rows) + 2), 0.45 * len(kinds) + 1.4))
     image = axes.imshow(values, cmap="YlOrRd", aspect="auto")
     for layer, kind in enumerate(plan["mixer_types"]):
         if kind in kinds:
             corner = (layer - 0.5, kinds.index(kind) - 0.5)
-            axes.add_patch(pyplot.Rectangle(corner, 1, 1, fill=False, lw=2, edgecolor="#2f6fa7"))
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, lw=2, edgecolor="#2f6fa7"))
     axes.set_xticks(range(len(rows)), [row["layer"] for row in rows])
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xlabel("layer; framed: chosen" + (f"; attention: {plan['keep']}" if plan["keep"] else ""))
     figure.colorbar(image, ax=axes, label="loss alone, nats")
-    # no timestamp or version inside: the same numbers give the same file
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    write_picture(figure, path)

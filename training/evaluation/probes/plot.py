@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from hf_memmix.training.evaluation.picture import new_picture, write_picture
+
 GAIN_TOP = 3  # nats; more is as green
 
 
@@ -17,17 +19,10 @@ def plot_probes(results: dict, path: str | Path, measure: str = "choice") -> Non
     measure: "choice", the share of right choices among the candidates, or of exactly predicted answers for a task
         without candidates; or "gain", the nats per answer token that the context adds.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     settings, tasks = results["settings"], results["settings"]["tasks"]
     models = [name for name in results["summary"][0] if name not in ("task", "answers", "chance")]
-    figure, axes = pyplot.subplots(
-        len(models), len(tasks), figsize=(2.1 * len(tasks) + 1, 1.9 * len(models) + 0.6),
-        squeeze=False, constrained_layout=True,
-    )  # fmt: skip
+    size = (2.1 * len(tasks) + 1, 1.9 * len(models) + 0.6)
+    figure, axes = new_picture(len(models), len(tasks), figsize=size, squeeze=False)
     for column, task in enumerate(tasks):
         cells = [cell for cell in results["cells"] if cell["task"] == task]
         depths = sorted({cell["depth"] for cell in cells if cell["depth"] is not None}) or [None]
@@ -50,9 +45,7 @@ def plot_probes(results: dict, path: str | Path, measure: str = "choice") -> Non
                 panel.set_ylabel(f"{name}\ndepth", fontsize=8)
     figure.supxlabel("length, tokens", fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.6)
-    # no timestamp or version inside: the same numbers give the same file
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    write_picture(figure, path)
 
 
 def _text(value: float, scale: int) -> str:

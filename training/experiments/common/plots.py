@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_memmix.training.evaluation.picture import new_picture, write_picture
+
 MARKERS = "osD^vP*Xh<>dpH8"
 COLOURS = 10  # that matplotlib has; further lines are dashed
 
@@ -16,19 +18,10 @@ class Panel:
 
 
 def draw(panels: list[Panel], path: str | Path, caption: str, columns: int | None = None) -> None:
-    """Draw the panels into a PNG, in rows of `columns` (default: one row). A label has one style in all panels.
-
-    The file contains neither the time nor a version number, so equal figures give equal files.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw the panels into a PNG, in rows of `columns` (default: one row). A label has one style in all panels."""
     columns = columns or len(panels)
     rows = -(-len(panels) // columns)
-    sizes = {"figsize": (3.6 * columns + 1.5, 3.4 * rows), "constrained_layout": True, "squeeze": False}
-    figure, axes = pyplot.subplots(rows, columns, **sizes)
+    figure, axes = new_picture(rows, columns, figsize=(3.6 * columns + 1.5, 3.4 * rows), squeeze=False)
     places = {label: place for place, label in enumerate(dict.fromkeys(x for panel in panels for x in panel.lines))}
     shown = {}
     for panel, axis in zip(panels, axes.flat, strict=False):
@@ -42,5 +35,4 @@ def draw(panels: list[Panel], path: str | Path, caption: str, columns: int | Non
         axis.minorticks_off()
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8, frameon=False)
     figure.supxlabel(caption, fontsize=8, color="#555555")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    write_picture(figure, path, dpi=110)

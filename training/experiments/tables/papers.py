@@ -109,7 +109,7 @@ def gka_times() -> str:
     """GKA's op beside others: a forward and backward pass by GPU and tokens, as in Figure 3b."""
     versions, found, commits = read("triton_versions_h100"), {}, {}
     place = {name: versions[name] for name in ("gpu", "commit")}
-    for row in read("h200") + [row | place for row in versions["ops"] if row["triton"] == "3.6.0"]:
+    for row in [row | place for row in versions["ops"] if row["triton"] == "3.6.0"] + read("h200"):
         name = LAYERS.get((row["op"], row.get("decay_per")))
         alike = (row["pass"], row["B"], row["H"], row["D"]) == ("fwd+bwd", 4, 8, 128)
         if name and alike and row.get("iterations", [12, 10]) == [12, 10]:

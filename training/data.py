@@ -96,7 +96,7 @@ class TokenBlocks(Dataset):
 
     With `positions` [rows, block_size] (packed documents) an item also has `"position_ids"`, and with
     `loss_mask` [rows, block_size], which is true where the prediction of the next token counts or says how much it
-    weighs, `"loss_mask"`.
+    weighs, `"loss_mask"`. `drills` is the share of the rows that `fact_drills.with_drills` has made.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class TokenBlocks(Dataset):
         positions: Tensor | None = None,
         tokenizer: str = "",
         loss_mask: Tensor | None = None,
+        drills: float = 0.0,
     ):
         _check_block_size(block_size)
         if len(tokens) < block_size:
@@ -114,7 +115,7 @@ class TokenBlocks(Dataset):
             )
         count = len(tokens) // block_size
         self.blocks = tokens[: count * block_size].view(count, block_size)
-        self.positions, self.tokenizer, self.loss_mask = positions, tokenizer, loss_mask
+        self.positions, self.tokenizer, self.loss_mask, self.drills = positions, tokenizer, loss_mask, drills
 
     @classmethod
     def from_files(
@@ -151,7 +152,7 @@ class TokenBlocks(Dataset):
     @property
     def loss(self) -> str:
         """What counts: "all" tokens, or those of "answers"."""
-        return "all" if self.loss_mask is None else "answers"
+        return "all" if self.loss_mask is None or self.drills else "answers"
 
     @property
     def block_size(self) -> int:

@@ -30,6 +30,7 @@ BOUNDS = {
     "lora_rank": (1, 10**5),
     "far_weight": (0.0, 1000.0),
     "far_window": (0, 10**7),
+    "drills": (0.0, 1.0),
     "chunk_tokens": (1, 10**9),
     "save_every": (0, 10**9),
     "seed": (0, 2**32 - 1),  # what numpy takes
@@ -79,6 +80,8 @@ class Recipe:
         is cut in the middle of a document, because a student that generates always reads BOS first; "documents":
         documents alone.
     loss: the tokens that count: "all", or those that the assistant says in conversations ("answers").
+    drills: the share of the rows that are drills of recall: facts in the text that are asked for again, in English,
+        see `fact_drills`. Their answers together weigh as much as their row.
     stream: read the data during training instead of loading all tokens first.
     trainer: further TrainingArguments of transformers, by name.
     """
@@ -109,6 +112,7 @@ class Recipe:
     pack: bool = False
     bos: str = "rows"
     loss: str = "all"
+    drills: float = 0.0
     stream: bool = False
     save_every: int = 0
     seed: int = 0
@@ -166,6 +170,11 @@ class Recipe:
             raise UserError(f"far_window is {self.far_window}, but far_weight is 0; set far_weight, e.g. to 1.0")
         check_choice("bos", self.bos)
         check_choice("loss", self.loss)
+        for name, idle in (("stream", False), ("loss", "all")):
+            if self.drills and (value := getattr(self, name)) != idle:
+                raise UserError(
+                    f"drills is {self.drills:g}, which does not work with {name}: {value}; leave one of them out"
+                )
         if self.layers not in ("", "all") and self.stage != "align":
             raise UserError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:

@@ -219,6 +219,10 @@ class CachedBlocks(Dataset):
     def loss(self) -> str:
         return self.data.loss
 
+    @property
+    def drills(self) -> float:
+        return self.data.drills
+
     def check_vocabulary(self, size: int) -> None:
         """As `TokenBlocks.check_vocabulary`."""
         self.data.check_vocabulary(size)

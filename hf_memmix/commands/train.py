@@ -57,6 +57,7 @@ RECIPE_FIELDS = (
     "seed",
     "layers",
     "loss",
+    "drills",
 )
 
 
@@ -82,6 +83,9 @@ class TrainingOptions:
         None
     )
     seed: Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")] = None
+    drills: Annotated[
+        float | None, typer.Option(help="Share of the rows that are drills of recall, in English, e.g. 0.5.")
+    ] = None
     layers: Annotated[
         str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; memmix merge joins the parts.')
     ] = None
@@ -213,7 +217,7 @@ def cache_teacher(
     tell_reading(text)
     tell_date(tokenizer := tokenizer_of(teacher))
     how = (settings.block_size, settings.pack, settings.bos, text_field, settings.loss)
-    data = TokenBlocks.from_files(text, tokenizer, *how)
+    data = _drilled(TokenBlocks.from_files(text, tokenizer, *how), tokenizer, settings)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
@@ -310,7 +314,14 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
     tell_date(tokenizer)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
     how = (settings.block_size, settings.pack, settings.bos, args.text_field, settings.loss)
-    return read(args.text, tokenizer, *how), tokenizer
+    return _drilled(read(args.text, tokenizer, *how), tokenizer, settings), tokenizer
+
+
+def _drilled(data, tokenizer, settings):
+    """The rows with the drills of the recipe."""
+    from hf_memmix.training.fact_drills import with_drills
+
+    return with_drills(data, tokenizer, settings.drills, settings.bos) if settings.drills else data
 
 
 def _train(stage: str, args: SimpleNamespace) -> None:

@@ -8,7 +8,7 @@ windows in place of mixers (`memmix select --stand-in window`), on development t
 aligned, distilled and measured; it begins only if the rest of `--seconds` is enough for it. The same command runs the
 remaining arms. Behind an `@` stands what an arm has in place of the common settings, see `CHANGES`. An arm with fewer
 kept layers keeps those that were chosen first. "gka @ drills=.5" trains on rows half of which are drills of recall,
-see `fact_drills.py`.
+see `training/fact_drills.py`.
 """
 
 import tempfile
@@ -25,7 +25,6 @@ from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common.harness import Experiment, check_time
 from hf_memmix.training.experiments.common.options import Options, check_names
 from hf_memmix.training.experiments.smollm2 import measuring
-from hf_memmix.training.experiments.smollm2.fact_drills import Drills
 from hf_memmix.training.text_files import text_record
 from hf_memmix.training.train import align, distill, load_recipe
 
@@ -57,8 +56,8 @@ ARMS = {
 # a memory beside a window that `align` also compares by what attention reads outside this window
 FAR = ", far weight 1"
 ARMS |= {name + FAR: mixers for name, mixers in ARMS.items() if any("local_window" in own for own in mixers.values())}
-# layers that keep their attention, seed, a factor of the steps; share and weight of drills, see `Drills`; and a factor
-# of the learning rates
+# layers that keep their attention, seed, a factor of the steps; share and weight of drills, see `with_drills`; and a
+# factor of the learning rates
 CHANGES = {"kept": int, "seed": int, "times": int, "drills": float, "answers": float, "rate": float}
 FIRST = (
     "window 384",
@@ -156,8 +155,8 @@ def student_of(row: dict, args):
 def data_of(row: dict, args) -> TokenBlocks:
     if not row["drills"]:
         return TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
-    drills = Drills(row["drills"]) if row["answers"] is None else Drills(row["drills"], row["answers"])
-    return measuring.drilled_blocks(args.teacher, args.data, args.block_size, drills)
+    answers = 1.0 if row["answers"] is None else row["answers"]
+    return measuring.drilled_blocks(args.teacher, args.data, args.block_size, row["drills"], answers)
 
 
 def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]:
@@ -167,7 +166,7 @@ def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]
     data = data_of(row, args)
     sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
     sizes |= {name: getattr(recipe, name) * (row["rate"] or 1) for name in ("learning_rate", "rest_learning_rate")}
-    sizes |= {"loss": data.loss, "compile": args.compile}
+    sizes |= {"drills": data.drills, "compile": args.compile}
     if args.compile:
         torch.compiler.reset()  # the layers of the arm before, in the same process
     if stage == "align" and row["arm"].endswith(FAR):

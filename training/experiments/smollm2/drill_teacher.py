@@ -3,8 +3,9 @@
     python training/experiments/smollm2/drill_teacher.py --teacher .scratch/smollm2_teacher --data .scratch/smollm2 \\
         --out training/experiments/smollm2/results/drill_teacher.json
 
-Rows as those of training (`fact_drills.py`), of other seeds. An answer is right if each of its tokens is the likeliest
-one of the vocabulary. The distance of an answer is that from the last place where the same thing stands before it.
+Rows as those of training (`training/fact_drills.py`), of other seeds. An answer is right if each of its tokens is the
+likeliest one of the vocabulary. The distance of an answer is that from the last place where the same thing stands
+before it.
 """
 
 import math
@@ -20,7 +21,8 @@ from hf_memmix.training.evaluation.probes.material import Answer, Sample
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.experiments.common.harness import Experiment, check_time, measured_at
 from hf_memmix.training.experiments.common.options import Options
-from hf_memmix.training.experiments.smollm2 import fact_drills, measuring
+from hf_memmix.training.experiments.smollm2 import measuring
+from hf_memmix.training.fact_drills import facts
 from hf_memmix.training.text_files import text_record
 
 DISTANCES = (0, 64, 192, 384, 768)  # tokens, from which a group of answers begins
@@ -35,7 +37,7 @@ def run(row: dict, args) -> dict:
     """The answers of one row: distance, whether they are exact, and nats per token."""
     check_time(args)
     material = measuring.drill_material_of(args.teacher, args.data)
-    ids, spans = fact_drills.facts(material, args.length, random.Random(f"teacher {row['row']}"))
+    ids, spans = facts(material, args.length, random.Random(f"teacher {row['row']}"))
     sample = Sample(ids, ids, [Answer(start, stop) for start, stop in spans])
     scores = score(measuring.teacher_of(args.teacher), [sample], control=False)
     return {

@@ -18,11 +18,14 @@ from hf_memmix.training.evaluation.free_generation import divergence_of, generat
 from hf_memmix.training.evaluation.greedy_choice import Search
 from hf_memmix.training.evaluation.probes import Material, counted_rows, draw, run_probes
 from hf_memmix.training.evaluation.probes.grid import DEPTHS, means
+from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score
+from hf_memmix.training.evaluation.probes.tasks import needle
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.smollm2 import fact_drills
+from hf_memmix.training.fact_drills import FactMaterial, with_drills
+from hf_memmix.training.fact_words import FORMS
 from hf_memmix.training.text_files import read_text
 
 PERFECT = {"ppl_ratio": 1.0, "kl": 0.0, "top1_agreement": 1.0}  # the teacher's figures beside itself
@@ -67,10 +70,10 @@ def material_of(folder: Path, data: Path) -> Material:
 
 
 @functools.cache
-def drill_material_of(folder: Path, data: Path) -> fact_drills.FactMaterial:
+def drill_material_of(folder: Path, data: Path) -> FactMaterial:
     """What drills are made from: training text, and words that the probes about the held-out text do not have."""
     tokens = numpy.load(data / "train.npy", allow_pickle=False)
-    return fact_drills.FactMaterial(tokenizer_of(folder), tokens, material_of(folder, data))
+    return FactMaterial(tokenizer_of(folder), tokens, material_of(folder, data))
 
 
 def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) -> Search:
@@ -92,9 +95,10 @@ def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) ->
 
 
 @functools.cache
-def drilled_blocks(folder: Path, data: Path, block_size: int, drills: fact_drills.Drills) -> TokenBlocks:
-    """The training rows, some of which are drills."""
-    return drills.blocks(tokens_of(data, "train"), block_size, drill_material_of(folder, data))
+def drilled_blocks(folder: Path, data: Path, block_size: int, share: float, answers: float) -> TokenBlocks:
+    """The training rows, a share of which are drills."""
+    rows = TokenBlocks(tokens_of(data, "train"), block_size)
+    return with_drills(rows, tokenizer_of(folder), share, answers=answers, material=drill_material_of(folder, data))
 
 
 def recalled(model, args) -> list[dict]:
@@ -116,10 +120,15 @@ def recalled(model, args) -> list[dict]:
     return cells
 
 
+def drilled(material: FactMaterial, text: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    """A sample of `fact` with sentences and words of the drills, in the filler of `text`, which no drill has."""
+    return needle(text, length, depth, draw, forms=(draw.choice(FORMS),), words=material.values, names=material.names)
+
+
 def drilled_cell(model, length: int, depth: float, args) -> dict:
     text, material = material_of(args.teacher, args.data), drill_material_of(args.teacher, args.data)
     draws = [random.Random(f"{FIGURE_SEED} {DRILLED} {length} {depth} {i}") for i in range(args.samples)]
-    samples = [fact_drills.probe(material, text, length, depth, draw) for draw in draws]
+    samples = [drilled(material, text, length, depth, draw) for draw in draws]
     cell = {"task": DRILLED, "length": length, "depth": depth, "answers": len(samples)}
     size, read = max(1, BATCH_TOKENS // length), length <= limit_of(model)
     found = means(score(model, samples, size, control=False)) if read else None

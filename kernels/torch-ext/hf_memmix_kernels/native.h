@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -77,9 +78,28 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 static inline float silu(float x) { return x * sigmoid(x); }
 
-// 8 numbers that are computed together; memory need not be aligned
-typedef float Lanes __attribute__((vector_size(32), aligned(4), may_alias));
+// numbers that are computed together, as many as a register holds; memory need not be aligned
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
 constexpr int LANES = 8;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+// memory on whole cache lines, so that no vector of a scratch matrix lies on two
+template <class T>
+struct OnLines {
+    using value_type = T;
+    static constexpr std::align_val_t LINE{64};
+    OnLines() = default;
+    template <class Other>
+    OnLines(const OnLines<Other>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), LINE)); }
+    void deallocate(T* at, size_t) { ::operator delete(at, LINE); }
+    bool operator==(const OnLines&) const { return true; }
+    bool operator!=(const OnLines&) const { return false; }
+};
+typedef std::vector<float, OnLines<float>> Floats;
 
 static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 

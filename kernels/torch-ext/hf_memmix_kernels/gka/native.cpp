@@ -15,68 +15,203 @@ namespace {
 
 // What one head needs beside its state. Vectors and rows are padded with zeros to whole `Lanes`.
 struct Scratch {
-    int width;
-    std::vector<float> matrix, x, residual, next, right;
+    int D, width;
+    Floats copy, x, residual, next, right;
 
     explicit Scratch(int D)
-        : width(round_up(D, LANES)), matrix(size_t(D) * width), x(width), residual(width), next(width), right(width) {}
+        : D(D), width(round_up(D, LANES)), copy(width > D ? size_t(D) * width : 0), x(width), residual(width), next(width),
+          right(width) {}
+
+    // H with padded rows: H itself where its rows are whole `Lanes`
+    const float* padded(const float* H) {
+        for (int j = 0; width > D && j < D; ++j) std::copy_n(H + j * D, D, &copy[j * width]);
+        return width > D ? copy.data() : H;
+    }
 };
 
-// y = keep r + take A r, for a symmetric A: the rows of A times the numbers of r, N Lanes of columns at a time
-template <int N>
+// y = keep r + take A r, for a symmetric A: the rows of A times the numbers of r, N Lanes of columns at a time. A sum
+// waits for the one before it, so SETS sums of each column run side by side.
+template <int N, int SETS>
 int columns(const float* A, const float* r, float* y, int D, int width, int at, float keep, float take) {
-    Lanes sum[N] = {};
-    for (int j = 0; j < D; ++j)
-        for (int i = 0; i < N; ++i) sum[i] += r[j] * *reinterpret_cast<const Lanes*>(A + j * width + at + i * LANES);
+    Lanes sum[SETS][N] = {};
+    int j = 0;
+    for (; j + SETS <= D; j += SETS)
+        for (int set = 0; set < SETS; ++set)
+            for (int i = 0; i < N; ++i)
+                sum[set][i] += r[j + set] * *reinterpret_cast<const Lanes*>(A + (j + set) * width + at + i * LANES);
+    for (; j < D; ++j)
+        for (int i = 0; i < N; ++i) sum[0][i] += r[j] * *reinterpret_cast<const Lanes*>(A + j * width + at + i * LANES);
+    for (int set = 1; set < SETS; ++set)
+        for (int i = 0; i < N; ++i) sum[0][i] += sum[set][i];
     for (int i = 0; i < N; ++i, at += LANES)
-        *reinterpret_cast<Lanes*>(y + at) = keep * *reinterpret_cast<const Lanes*>(r + at) + take * sum[i];
+        *reinterpret_cast<Lanes*>(y + at) = keep * *reinterpret_cast<const Lanes*>(r + at) + take * sum[0][i];
     return at;
 }
 
 void product(const float* A, const float* r, float* y, int D, int width, float keep, float take) {
     int at = 0;
-    while (width - at >= 8 * LANES) at = columns<8>(A, r, y, D, width, at, keep, take);
-    if (width - at >= 4 * LANES) at = columns<4>(A, r, y, D, width, at, keep, take);
-    if (width - at >= 2 * LANES) at = columns<2>(A, r, y, D, width, at, keep, take);
-    if (width - at >= LANES) columns<1>(A, r, y, D, width, at, keep, take);
+    while (width - at >= 8 * LANES) at = columns<8, 1>(A, r, y, D, width, at, keep, take);
+    if (width - at >= 4 * LANES) at = columns<4, 2>(A, r, y, D, width, at, keep, take);
+    if (width - at >= 2 * LANES) at = columns<2, 4>(A, r, y, D, width, at, keep, take);
+    if (width - at >= LANES) columns<1, 8>(A, r, y, D, width, at, keep, take);
 }
 
-// s.x = CH(H + ridge |H| I, q); 0 where H is zero. `steps` holds the tau of all phases, one phase after the other.
-// Returns |H|; s.matrix is then H / |H|.
-float solve(const float* H, const float* q, Scratch& s, int D, const float* steps, const int64_t* phases, int count,
+// s.x = CH(A + ridge norm I, q), for A = H with padded rows and norm = |H|; 0 where H is zero. `steps` holds the tau of
+// all phases, one phase after the other.
+void solve(const float* A, float norm, const float* q, Scratch& s, const float* steps, const int64_t* phases, int count,
            float ridge) {
-    float square = 0;
-    for (int i = 0; i < D * D; ++i) square += H[i] * H[i];
     std::fill(s.x.begin(), s.x.end(), 0.0f);
-    if (square == 0) return 0;
-    const float inverse = 1 / std::sqrt(square);
-    for (int j = 0; j < D; ++j) {
-        for (int i = 0; i < D; ++i) s.matrix[j * s.width + i] = inverse * H[j * D + i];
-        s.right[j] = inverse * q[j];
-    }
+    if (norm == 0) return;
+    const float inverse = 1 / norm;
+    for (int i = 0; i < s.D; ++i) s.right[i] = inverse * q[i];
     float *r = s.residual.data(), *next = s.next.data(), *x = s.x.data();
     for (int phase = 0; phase < count; ++phase) {
         if (phase == 0) {
             std::copy(s.right.begin(), s.right.end(), r);
         } else {
-            product(s.matrix.data(), x, r, D, s.width, -ridge, -1);
+            product(A, x, r, s.D, s.width, -ridge, -inverse);
             for (int i = 0; i < s.width; ++i) r[i] += s.right[i];
         }
         for (int n = 0; n < phases[phase]; ++n) {
             const float tau = *steps++;
             for (int i = 0; i < s.width; ++i) x[i] += tau * r[i];
             if (n + 1 == phases[phase]) break;
-            product(s.matrix.data(), r, next, D, s.width, 1 - tau * ridge, -tau);
+            product(A, r, next, s.D, s.width, 1 - tau * ridge, -tau * inverse);
             std::swap(r, next);
         }
     }
-    return 1 / inverse;
 }
 
-// H = decay H + k written^T
-void advance(float* H, const float* k, const float* written, float decay, int D) {
-    for (int j = 0; j < D; ++j)
-        for (int i = 0; i < D; ++i) H[j * D + i] = decay * H[j * D + i] + k[j] * written[i];
+// ---- passes over the rows of a state, ROWS at a time: each row has a sum of its own, and they run side by side
+
+constexpr int ROWS = 4;
+
+struct Wide {};
+struct One {};
+inline Lanes get(const float* at, Wide) { return *reinterpret_cast<const Lanes*>(at); }
+inline float get(const float* at, One) { return *at; }
+inline void put(float* at, Lanes x) { *reinterpret_cast<Lanes*>(at) = x; }
+inline void put(float* at, float x) { *at = x; }
+
+struct Sum {
+    Lanes wide = {};
+    float rest = 0;
+
+    void operator+=(Lanes x) { wide += x; }
+    void operator+=(float x) { rest += x; }
+    float total() const {
+        float found = rest;
+        for (int i = 0; i < LANES; ++i) found += wide[i];
+        return found;
+    }
+};
+
+// columns(i, kind) for all columns: whole `Lanes` of them (Wide), then one by one (One)
+template <class Body>
+inline void over_columns(int D, Body columns) {
+    int i = 0;
+    for (; i + LANES <= D; i += LANES) columns(i, Wide());
+    for (; i < D; ++i) columns(i, One());
+}
+
+// body(row, number of rows) for all rows
+template <class Body>
+inline void over_rows(int count, Body body) {
+    int row = 0;
+    for (; row + ROWS <= count; row += ROWS) body(row, std::integral_constant<int, ROWS>());
+    for (; row < count; ++row) body(row, std::integral_constant<int, 1>());
+}
+
+// H = decay H + k written^T; returns |H|
+float advance(float* H, const float* k, const float* written, float decay, int D) {
+    Sum squares[ROWS];
+    over_rows(D, [&](int first, auto rows) {
+        over_columns(D, [&](int i, auto kind) {
+            for (int n = 0; n < rows; ++n) {
+                float* at = H + (first + n) * D + i;
+                const auto h = decay * get(at, kind) + k[first + n] * get(written + i, kind);
+                put(at, h);
+                squares[n] += h * h;
+            }
+        });
+    });
+    float square = 0;
+    for (const Sum& sum : squares) square += sum.total();
+    return std::sqrt(square);
+}
+
+// U = decay U + v written^T, o = U mixed
+void advance_and_read(float* U, const float* v, const float* written, const float* mixed, float decay, float* o, int D,
+                      int Dv) {
+    over_rows(Dv, [&](int first, auto rows) {
+        Sum read[ROWS];
+        over_columns(D, [&](int i, auto kind) {
+            for (int n = 0; n < rows; ++n) {
+                float* at = U + (first + n) * D + i;
+                const auto u = decay * get(at, kind) + v[first + n] * get(written + i, kind);
+                put(at, u);
+                read[n] += u * get(mixed + i, kind);
+            }
+        });
+        for (int n = 0; n < rows; ++n) o[first + n] = read[n].total();
+    });
+}
+
+// U = decay U + v written^T, m = scale U^T above
+void advance_and_pull(float* U, const float* v, const float* written, const float* above, float decay, float scale, float* m,
+                      int D, int Dv) {
+    std::fill_n(m, D, 0.0f);
+    over_rows(Dv, [&](int first, auto rows) {
+        over_columns(D, [&](int i, auto kind) {
+            auto sum = get(m + i, kind);
+            for (int n = 0; n < rows; ++n) {
+                float* at = U + (first + n) * D + i;
+                const auto u = decay * get(at, kind) + v[first + n] * get(written + i, kind);
+                put(at, u);
+                sum += scale * above[first + n] * u;
+            }
+            put(m + i, sum);
+        });
+    });
+}
+
+// E += z x^T + x z^T + along H, Ek = E k, then E = decay E
+void carry_e(float* E, const float* z, const float* x, const float* H, const float* k, float along, float decay, float* Ek,
+             int D) {
+    over_rows(D, [&](int first, auto rows) {
+        Sum sums[ROWS];
+        over_columns(D, [&](int i, auto kind) {
+            for (int n = 0; n < rows; ++n) {
+                const int row = first + n, at = row * D + i;
+                const auto e = get(E + at, kind) + z[row] * get(x + i, kind) + x[row] * get(z + i, kind) +
+                               along * get(H + at, kind);
+                put(E + at, decay * e);
+                sums[n] += e * get(k + i, kind);
+            }
+        });
+        for (int n = 0; n < rows; ++n) Ek[first + n] = sums[n].total();
+    });
+}
+
+// R += scale above m^T, Rk = R k and Rv = R^T v, then R = decay R
+void carry_r(float* R, const float* above, const float* m, const float* k, const float* v, float scale, float decay,
+             float* Rk, float* Rv, int D, int Dv) {
+    std::fill_n(Rv, D, 0.0f);
+    over_rows(Dv, [&](int first, auto rows) {
+        Sum sums[ROWS];
+        over_columns(D, [&](int i, auto kind) {
+            auto sum = get(Rv + i, kind);
+            for (int n = 0; n < rows; ++n) {
+                float* at = R + (first + n) * D + i;
+                const auto r = get(at, kind) + scale * above[first + n] * get(m + i, kind);
+                put(at, decay * r);
+                sums[n] += r * get(k + i, kind);
+                sum += v[first + n] * r;
+            }
+            put(Rv + i, sum);
+        });
+        for (int n = 0; n < rows; ++n) Rk[first + n] = sums[n].total();
+    });
 }
 
 template <class T>
@@ -115,7 +250,7 @@ EXPORT void gka_tokens(const float* q, const float* k, const float* v, const flo
                        int64_t phase_count, int64_t heads, int64_t kv_heads, int64_t D, int64_t Dv, float ridge,
                        float scale, int64_t first, int64_t last) {
     Scratch s(D);
-    std::vector<float> written(D), mixed(D);
+    Floats written(D), mixed(D);
     for (int64_t row = first; row < last; ++row) {
         const int64_t n = row / heads, head = row % heads, kv_head = head / (heads / kv_heads);
         float* H = page(h, pages, h_stride, n) + head * D * D;
@@ -125,20 +260,13 @@ EXPORT void gka_tokens(const float* q, const float* k, const float* v, const flo
             const float decay = exponential(log_decay[gate]), write = beta ? beta[gate] * beta[gate] : 1.0f;
             const float *query = q + gate * D, *key = k + (t * kv_heads + kv_head) * D;
             for (int i = 0; i < D; ++i) written[i] = write * key[i];
-            advance(H, key, written.data(), decay, D);
-            solve(H, query, s, D, steps, phases, phase_count, ridge);
+            const float norm = advance(H, key, written.data(), decay, D);
+            solve(s.padded(H), norm, query, s, steps, phases, phase_count, ridge);
             if (x) std::copy_n(s.x.data(), D, x + gate * D);
             if (!v) continue;
             const float *value = v + (t * kv_heads + kv_head) * Dv, blend = alpha ? alpha[gate] : 1.0f;
             for (int i = 0; i < D; ++i) mixed[i] = scale * (query[i] + blend * (s.x[i] - query[i]));
-            for (int j = 0; j < Dv; ++j) {
-                float read = 0;
-                for (int i = 0; i < D; ++i) {
-                    U[j * D + i] = decay * U[j * D + i] + value[j] * written[i];
-                    read += U[j * D + i] * mixed[i];
-                }
-                o[gate * Dv + j] = read;
-            }
+            advance_and_read(U, value, written.data(), mixed.data(), decay, o + gate * Dv, D, Dv);
         }
     }
 }
@@ -156,14 +284,14 @@ EXPORT void gka_gradients(const float* dout, const float* dh, const float* du, c
                           int64_t Dv, float ridge, float scale, int64_t first, int64_t last) {
     Scratch s(D);
     const int64_t size_h = D * D, size_u = Dv * D;
-    std::vector<float> written(D), dm(D), mixed(D), padded(s.width), image(s.width), Ek(D), Rv(D), H(size_h), U(size_u);
+    Floats written(D), dm(D), mixed(D), padded(s.width), image(s.width), Ek(D), Rk(Dv), Rv(D), H(size_h), U(size_u);
     for (int64_t row = first; row < last; ++row) {
         const int64_t n = row / heads, head = row % heads, kv_head = head / (heads / kv_heads);
         const int64_t tokens = starts[n + 1] - starts[n];
         const int64_t window = std::max<int64_t>(16, std::sqrt(double(tokens))), windows = (tokens + window - 1) / window;
         // z, the ridge's factor 2 a (x . z) / |H|, and <m, its gradient> - z . A x of every token
-        std::vector<float> z(tokens * D), along(tokens), local(tokens);
-        std::vector<float> kept_h((windows + 1) * size_h), kept_u((windows + 1) * size_u), states(window * size_h);
+        Floats z(tokens * D), along(tokens), local(tokens);
+        Floats kept_h((windows + 1) * size_h), kept_u((windows + 1) * size_u), states(window * size_h);
         std::copy_n(h0 + row * size_h, size_h, H.data());
         std::copy_n(u0 + row * size_u, size_u, U.data());
         for (int64_t t = 0; t < tokens; ++t) {
@@ -175,15 +303,8 @@ EXPORT void gka_gradients(const float* dout, const float* dh, const float* du, c
             const float decay = exponential(log_decay[gate]), write = beta[gate] * beta[gate], blend = alpha[gate];
             const float *query = q + gate * D, *solution = x + gate * D, *above = dout + gate * Dv;
             for (int i = 0; i < D; ++i) written[i] = write * k[kv * D + i];
-            advance(H.data(), k + kv * D, written.data(), decay, D);
-            std::fill(dm.begin(), dm.end(), 0.0f);
-            for (int j = 0; j < Dv; ++j) {
-                const float value = v[kv * Dv + j], given = scale * above[j];
-                for (int i = 0; i < D; ++i) {
-                    U[j * D + i] = decay * U[j * D + i] + value * written[i];
-                    dm[i] += given * U[j * D + i];
-                }
-            }
+            const float norm = advance(H.data(), k + kv * D, written.data(), decay, D);
+            advance_and_pull(U.data(), v + kv * Dv, written.data(), above, decay, scale, dm.data(), D, Dv);
             float by_alpha = 0, read = 0;
             for (int i = 0; i < D; ++i) {
                 by_alpha += (solution[i] - query[i]) * dm[i];
@@ -192,10 +313,9 @@ EXPORT void gka_gradients(const float* dout, const float* dh, const float* du, c
                 padded[i] = solution[i];
             }
             dalpha[gate] = by_alpha;
-            const float norm = solve(H.data(), mixed.data(), s, D, steps, phases, phase_count, ridge);
-            // where H is zero, s.matrix is that of another token, perhaps of another sequence, and may hold NaN
-            if (norm == 0) std::fill(image.begin(), image.end(), 0.0f);
-            else product(s.matrix.data(), padded.data(), image.data(), D, s.width, 0, norm);
+            const float* matrix = s.padded(H.data());
+            solve(matrix, norm, mixed.data(), s, steps, phases, phase_count, ridge);
+            product(matrix, padded.data(), image.data(), D, s.width, 0, 1);
             float xz = 0, zAx = 0;
             for (int i = 0; i < D; ++i) {
                 xz += solution[i] * s.x[i];
@@ -230,32 +350,11 @@ EXPORT void gka_gradients(const float* dout, const float* dh, const float* du, c
                 const float *key = k + kv * D, *value = v + kv * Dv, *above = dout + gate * Dv, *query = q + gate * D;
                 const float *state = &states[(t - begin) * size_h], *zt = &z[t * D], *xt = x + gate * D;
                 for (int i = 0; i < D; ++i) mixed[i] = query[i] + blend * (xt[i] - query[i]);
-                float kEk = 0, vRk = 0;
-                for (int j = 0; j < D; ++j) {
-                    float sum = 0;
-                    for (int i = 0; i < D; ++i) {
-                        const float now = E[j * D + i] + zt[j] * xt[i] + xt[j] * zt[i] + along[t] * state[j * D + i];
-                        sum += now * key[i];
-                        E[j * D + i] = decay * now;
-                    }
-                    Ek[j] = sum;
-                    kEk += key[j] * sum;
-                }
-                std::fill(Rv.begin(), Rv.end(), 0.0f);
-                for (int j = 0; j < Dv; ++j) {
-                    float sum = 0;
-                    const float given = scale * above[j];
-                    for (int i = 0; i < D; ++i) {
-                        const float now = R[j * D + i] + given * mixed[i];
-                        sum += now * key[i];
-                        Rv[i] += value[j] * now;
-                        R[j * D + i] = decay * now;
-                    }
-                    dv[gate * Dv + j] = write * sum;
-                    vRk += value[j] * sum;
-                }
+                carry_e(E, zt, xt, state, key, along[t], decay, Ek.data(), D);
+                carry_r(R, above, mixed.data(), key, value, scale, decay, Rk.data(), Rv.data(), D, Dv);
+                for (int j = 0; j < Dv; ++j) dv[gate * Dv + j] = write * Rk[j];
                 for (int i = 0; i < D; ++i) dk[gate * D + i] = write * (Rv[i] - Ek[i]);
-                const float dw = vRk - 0.5f * kEk;
+                const float dw = dot(value, Rk.data(), Dv) - 0.5f * dot(key, Ek.data(), D);
                 dbeta[gate] = 2 * beta[gate] * dw;
                 held += local[t] - write * dw;
                 dlog_decay[gate] = held;

@@ -131,7 +131,12 @@ def _print(record: dict) -> None:
     )
     if compiled := [row for row in record["stages"] if row["compiled_hours"] is not None]:
         hours = "; ".join(f"{row['stage']} {_hours(row['compiled_hours'])}" for row in compiled)
-        out.print(f"hours with compile: true in the recipe, where it was measured: {hours}", highlight=False)
+        others = {*record["layers"]} - {"attention", "gka"}
+        guess = " (with gka; other mixers by their steps without it)" if others else ""
+        out.print(
+            f"hours with compile: true in the recipe, compiling included, where it was measured{guess}: {hours}",
+            highlight=False,
+        )
     if far := [row["stage"] for row in record["stages"] if (row["larger"] or 0) > FAR]:
         out.print(
             f"{'; '.join(far) if len(far) < len(record['stages']) else 'every stage'}: more hours than that, because"

@@ -5,7 +5,7 @@ measurements. The time per token of another model is that of the nearest measure
 the parameters; of another mixer, times the ratio of its measured training step to that of gka. A run with gradient
 checkpointing is compared with one that has it, if there is one, and otherwise takes a third more: one more forward.
 A run whose steps can be recorded as a CUDA graph is compared with a recorded one, if there is one of its size. A run
-with `compile: true` is compared with such runs only; all of them were recorded.
+with `compile: true` is compared with such runs only; all of them were recorded, and all had gka.
 Of several such runs, that with the nearest number of tokens in a forward counts: few tokens leave a GPU idle.
 """
 

@@ -49,7 +49,8 @@ class Stage:
         tokens_s, hours: estimated speed of all GPUs and time; None if nothing like it was measured, or if it does not
             fit.
         measured_run: the measured run from which they were computed; `larger`: its parameters over the teacher's.
-        compiled_hours: the time with `compile: true`, as `hours`; None if it was not measured at the size of that run.
+        compiled_hours: the time with `compile: true`, as `hours`, and of compiling; None if it was not measured at the
+            size of that run.
     """
 
     name: str
@@ -141,7 +142,7 @@ def _stage(name: str, kind: str, base: Settings, shapes: Shapes, budget: int, to
     known = {} if speed is None else asdict(speed) | {"hours": tokens / speed.tokens_s / 3600}
     # of runs of another size, the two times would differ by more than what compiling gives
     if None not in (speed, compiled) and compiled.larger == speed.larger:
-        known["compiled_hours"] = tokens / compiled.tokens_s / 3600
+        known["compiled_hours"] = (tokens / compiled.tokens_s + measured()["compile_s"]) / 3600
     return Stage(name, True, settings, memory, need_of(memory), **known)
 
 

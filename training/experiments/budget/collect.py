@@ -37,7 +37,8 @@ def collect() -> dict:
     `graph` if its steps were recorded, `compiled` if its layers were compiled too, and perhaps `bytes`, `reserved` and
     `predicted_bytes`, which are computed anew: PyTorch does not count the memory of a graph), `mixers` (milliseconds
     of a training step by mixer), `two_gpus` (the share of twice the speed of one GPU that two reach in `distill`),
-    `two_gpus_stream` (the same in `align --stream`, if it was measured) and `gpu`.
+    `two_gpus_stream` (the same in `align --stream`, if it was measured), `compile_s` (seconds that the slowest of the
+    compiled runs took longer to start) and `gpu`.
     """
     steps = [row for row in read("model_h200") if row["phase"] == "train" and not row["compiled"]]
     launches = read("multi_gpu")["launches"]
@@ -48,8 +49,10 @@ def collect() -> dict:
     pair = found.get("shape_processes")
     if pair is not None and pair["gpus"] == 2:
         streamed = {"two_gpus_stream": round(min(1.0, pair["speedup"] / 2), 3)}
+    compiled = [row["start_s"] for row in read("levers_product_h100")["rows"] if row["row"].endswith("compile")]
     return {
         "rows": rows,
+        "compile_s": max(compiled),
         "mixers": {row["mixer"]: row["ms"] for row in steps if (row["B"], row["T"]) == TRAIN},
         "two_gpus": round(speeds[0] / speeds[1] / 2, 3),
         **streamed,

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -102,6 +103,46 @@ struct OnLines {
 typedef std::vector<float, OnLines<float>> Floats;
 
 static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Passes over the rows of a matrix, ROWS at a time: each row has a sum of its own, and they run side by side
+
+constexpr int ROWS = 4;
+
+struct Wide {};
+struct One {};
+inline Lanes get(const float* at, Wide) { return *reinterpret_cast<const Lanes*>(at); }
+inline float get(const float* at, One) { return *at; }
+inline void put(float* at, Lanes x) { *reinterpret_cast<Lanes*>(at) = x; }
+inline void put(float* at, float x) { *at = x; }
+
+struct Sum {
+    Lanes wide = {};
+    float rest = 0;
+
+    void operator+=(Lanes x) { wide += x; }
+    void operator+=(float x) { rest += x; }
+    float total() const {
+        float found = rest;
+        for (int i = 0; i < LANES; ++i) found += wide[i];
+        return found;
+    }
+};
+
+// columns(i, kind) for all columns: whole `Lanes` of them (Wide), then one by one (One)
+template <class Body>
+inline void over_columns(int D, Body columns) {
+    int i = 0;
+    for (; i + LANES <= D; i += LANES) columns(i, Wide());
+    for (; i < D; ++i) columns(i, One());
+}
+
+// body(row, number of rows) for all rows
+template <class Body>
+inline void over_rows(int count, Body body) {
+    int row = 0;
+    for (; row + ROWS <= count; row += ROWS) body(row, std::integral_constant<int, ROWS>());
+    for (; row < count; ++row) body(row, std::integral_constant<int, 1>());
+}
 
 // Where the state of row b begins: in its page, or in row b if there are no pages.
 template <class T>

@@ -7,7 +7,6 @@
 // through memory between its operators.
 
 #include <algorithm>
-#include <type_traits>
 
 #include "../native.h"
 
@@ -80,46 +79,6 @@ void solve(const float* A, float norm, const float* q, Scratch& s, const float* 
             std::swap(r, next);
         }
     }
-}
-
-// ---- passes over the rows of a state, ROWS at a time: each row has a sum of its own, and they run side by side
-
-constexpr int ROWS = 4;
-
-struct Wide {};
-struct One {};
-inline Lanes get(const float* at, Wide) { return *reinterpret_cast<const Lanes*>(at); }
-inline float get(const float* at, One) { return *at; }
-inline void put(float* at, Lanes x) { *reinterpret_cast<Lanes*>(at) = x; }
-inline void put(float* at, float x) { *at = x; }
-
-struct Sum {
-    Lanes wide = {};
-    float rest = 0;
-
-    void operator+=(Lanes x) { wide += x; }
-    void operator+=(float x) { rest += x; }
-    float total() const {
-        float found = rest;
-        for (int i = 0; i < LANES; ++i) found += wide[i];
-        return found;
-    }
-};
-
-// columns(i, kind) for all columns: whole `Lanes` of them (Wide), then one by one (One)
-template <class Body>
-inline void over_columns(int D, Body columns) {
-    int i = 0;
-    for (; i + LANES <= D; i += LANES) columns(i, Wide());
-    for (; i < D; ++i) columns(i, One());
-}
-
-// body(row, number of rows) for all rows
-template <class Body>
-inline void over_rows(int count, Body body) {
-    int row = 0;
-    for (; row + ROWS <= count; row += ROWS) body(row, std::integral_constant<int, ROWS>());
-    for (; row < count; ++row) body(row, std::integral_constant<int, 1>());
 }
 
 // H = decay H + k written^T; returns |H|

@@ -17,8 +17,8 @@ constexpr int64_t WINDOW = 64;   // tokens between two states that forward keeps
 
 // One token's values, which the adjoint reads again.
 struct Write {
-    std::vector<float> h, p, c, alpha, inverse;
-    Write(int d, int m) : h(d), p(m), c(m), alpha(m), inverse(m) {}
+    Floats h, p, c, alpha, keep, inverse;
+    Write(int d, int m) : h(d), p(m), c(m), alpha(m), keep(m), inverse(m) {}
 };
 
 // [n, k] -> [k, n]
@@ -27,32 +27,55 @@ void transpose(const float* from, float* to, int64_t n, int64_t k) {
         for (int64_t j = 0; j < k; ++j) to[j * n + i] = from[i * k + j];
 }
 
-// S after the write, in place or into `to`.
-void write(const float* S, float* to, const float* k, const float* v, float gamma, int variant, int d, int m, Write& w) {
-    float *h = w.h.data(), *p = w.p.data(), *alpha = w.alpha.data(), *inverse = w.inverse.data();
+// S after the write, in place or into `to`, and y = S q unless y is null.
+void write(const float* S, float* to, const float* k, const float* v, float gamma, const float* q, float* y, int variant,
+           int d, int m, Write& w) {
+    float *h = w.h.data(), *p = w.p.data(), *alpha = w.alpha.data(), *keep = w.keep.data(), *inverse = w.inverse.data();
     std::fill_n(p, m, 0.0f);
-    for (int a = 0; a < d; ++a) {
-        const float* row = S + a * m;
-        float read = 0;
+    over_rows(d, [&](int first, auto rows) {
+        Sum reads[ROWS];
         if (variant == DEC)
-            for (int i = 0; i < m; ++i) read += row[i] * k[i];
-        h[a] = variant == ENC ? v[a] : read - v[a];
-        for (int i = 0; i < m; ++i) p[i] += h[a] * row[i];
-    }
+            over_columns(m, [&](int i, auto kind) {
+                for (int n = 0; n < rows; ++n) reads[n] += get(S + (first + n) * m + i, kind) * get(k + i, kind);
+            });
+        for (int n = 0; n < rows; ++n) h[first + n] = variant == ENC ? v[first + n] : reads[n].total() - v[first + n];
+        over_columns(m, [&](int i, auto kind) {
+            auto sum = get(p + i, kind);
+            for (int n = 0; n < rows; ++n) sum += h[first + n] * get(S + (first + n) * m + i, kind);
+            put(p + i, sum);
+        });
+    });
     for (int i = 0; i < m; ++i) {
         w.c[i] = variant == ENC ? p[i] - k[i] : k[i];
         alpha[i] = -gamma * w.c[i];
+        keep[i] = 1 - alpha[i] * p[i];
         inverse[i] = 0;
     }
-    for (int a = 0; a < d; ++a)
-        for (int i = 0; i < m; ++i) {
-            const float now = (1 - alpha[i] * p[i]) * S[a * m + i] + alpha[i] * h[a];
-            to[a * m + i] = now;
-            inverse[i] += now * now;
-        }
+    over_rows(d, [&](int first, auto rows) {
+        over_columns(m, [&](int i, auto kind) {
+            auto square = get(inverse + i, kind);
+            for (int n = 0; n < rows; ++n) {
+                const int at = (first + n) * m + i;
+                const auto now = get(keep + i, kind) * get(S + at, kind) + h[first + n] * get(alpha + i, kind);
+                put(to + at, now);
+                square += now * now;
+            }
+            put(inverse + i, square);
+        });
+    });
     for (int i = 0; i < m; ++i) inverse[i] = 1 / std::sqrt(inverse[i]);
-    for (int a = 0; a < d; ++a)
-        for (int i = 0; i < m; ++i) to[a * m + i] *= inverse[i];
+    over_rows(d, [&](int first, auto rows) {
+        Sum reads[ROWS];
+        over_columns(m, [&](int i, auto kind) {
+            for (int n = 0; n < rows; ++n) {
+                float* at = to + (first + n) * m + i;
+                const auto now = get(at, kind) * get(inverse + i, kind);
+                put(at, now);
+                if (y) reads[n] += now * get(q + i, kind);
+            }
+        });
+        for (int n = 0; y && n < rows; ++n) y[first + n] = reads[n].total();
+    });
 }
 
 }  // namespace
@@ -74,12 +97,7 @@ EXPORT void lattice_tokens(const float* q, const float* k, const float* v, const
         for (int64_t t = starts[n]; t < starts[n + 1]; ++t) {
             const int64_t at = t * heads + head, since = t - starts[n];
             if (kept && since % WINDOW == 0) transpose(S, kept + (since / WINDOW * rows + row) * d * m, d, m);
-            write(S, S, k + at * m, v + at * d, gamma[at], variant, d, m, w);
-            for (int64_t a = 0; a < d; ++a) {
-                float read = 0;
-                for (int64_t i = 0; i < m; ++i) read += S[a * m + i] * q[at * m + i];
-                y[at * d + a] = read;
-            }
+            write(S, S, k + at * m, v + at * d, gamma[at], q + at * m, y + at * d, variant, d, m, w);
         }
     }
 }
@@ -91,7 +109,7 @@ EXPORT void lattice_adjoint(const float* dy, float* dstate, const float* q, cons
                             const int64_t* starts, int64_t heads, int64_t d, int64_t m, int64_t variant, int64_t rows,
                             int64_t first, int64_t last) {
     const int64_t size = d * m;
-    std::vector<float> states((WINDOW + 1) * size), dh(d), dp(m), dkeep(m), dalpha(m), along(m);
+    Floats states((WINDOW + 1) * size), dh(d), dp(m), dkeep(m), dalpha(m), along(m);
     std::vector<Write> writes(WINDOW, Write(d, m));
     for (int64_t row = first; row < last; ++row) {
         const int64_t n = row / heads, head = row % heads, tokens = starts[n + 1] - starts[n];
@@ -102,39 +120,56 @@ EXPORT void lattice_adjoint(const float* dy, float* dstate, const float* q, cons
             for (int64_t t = begin; t < end; ++t) {
                 const int64_t at = (starts[n] + t) * heads + head;
                 float* S = states.data() + (t - begin) * size;
-                write(S, S + size, k + at * m, v + at * d, gamma[at], variant, d, m, writes[t - begin]);
+                write(S, S + size, k + at * m, v + at * d, gamma[at], nullptr, nullptr, variant, d, m,
+                      writes[t - begin]);
             }
             for (int64_t t = end - 1; t >= begin; --t) {
                 const int64_t at = (starts[n] + t) * heads + head;
                 const float *S = states.data() + (t - begin) * size, *next = S + size;
                 const float *query = q + at * m, *key = k + at * m, *dout = dy + at * d;
                 const Write& w = writes[t - begin];
-                const float *h = w.h.data(), *p = w.p.data(), *alpha = w.alpha.data();
+                const float *h = w.h.data(), *p = w.p.data(), *alpha = w.alpha.data(), *keep = w.keep.data();
 
                 // the read-out, then the projection: what of G is along the new slots falls away
                 float* read = dq + at * m;
                 std::fill_n(read, m, 0.0f);
                 std::fill(along.begin(), along.end(), 0.0f);
-                for (int64_t a = 0; a < d; ++a)
-                    for (int64_t i = 0; i < m; ++i) {
-                        G[a * m + i] += query[i] * dout[a];
-                        read[i] += next[a * m + i] * dout[a];
-                        along[i] += next[a * m + i] * G[a * m + i];
-                    }
+                over_rows(d, [&](int first, auto rows) {
+                    over_columns(m, [&](int i, auto kind) {
+                        auto given = get(read + i, kind), inside = get(&along[i], kind);
+                        for (int n = 0; n < rows; ++n) {
+                            const int a = first + n;
+                            const auto slot = get(next + a * m + i, kind);
+                            const auto g = get(G + a * m + i, kind) + dout[a] * get(query + i, kind);
+                            put(G + a * m + i, g);
+                            given += dout[a] * slot;
+                            inside += slot * g;
+                        }
+                        put(read + i, given);
+                        put(&along[i], inside);
+                    });
+                });
                 // new = keep s + alpha h
                 std::fill(dkeep.begin(), dkeep.end(), 0.0f);
                 std::fill(dalpha.begin(), dalpha.end(), 0.0f);
-                for (int64_t a = 0; a < d; ++a) {
-                    float sum = 0;
-                    for (int64_t i = 0; i < m; ++i) {
-                        const float g = (G[a * m + i] - next[a * m + i] * along[i]) * w.inverse[i];
-                        G[a * m + i] = g;
-                        dkeep[i] += S[a * m + i] * g;
-                        dalpha[i] += h[a] * g;
-                        sum += alpha[i] * g;
-                    }
-                    dh[a] = sum;
-                }
+                over_rows(d, [&](int first, auto rows) {
+                    Sum sums[ROWS];
+                    over_columns(m, [&](int i, auto kind) {
+                        auto of_keep = get(&dkeep[i], kind), of_alpha = get(&dalpha[i], kind);
+                        for (int n = 0; n < rows; ++n) {
+                            const int a = first + n, at = a * m + i;
+                            const auto g = (get(G + at, kind) - get(next + at, kind) * get(&along[i], kind)) *
+                                           get(&w.inverse[i], kind);
+                            put(G + at, g);
+                            of_keep += get(S + at, kind) * g;
+                            of_alpha += h[a] * g;
+                            sums[n] += get(alpha + i, kind) * g;
+                        }
+                        put(&dkeep[i], of_keep);
+                        put(&dalpha[i], of_alpha);
+                    });
+                    for (int n = 0; n < rows; ++n) dh[first + n] = sums[n].total();
+                });
                 // keep = 1 - alpha p, alpha = -gamma c
                 float step = 0, *dkey = dk + at * m;
                 for (int64_t i = 0; i < m; ++i) {
@@ -145,16 +180,29 @@ EXPORT void lattice_adjoint(const float* dy, float* dstate, const float* q, cons
                 }
                 dgamma[at] = step;
                 // p = S^T h, and in dec h = S k - v
-                for (int64_t a = 0; a < d; ++a) {
-                    float sum = dh[a];
-                    for (int64_t i = 0; i < m; ++i) sum += dp[i] * S[a * m + i];
-                    dv[at * d + a] = variant == ENC ? sum : -sum;
-                    const float z = variant == DEC ? sum : 0.0f;
-                    for (int64_t i = 0; i < m; ++i) {
-                        G[a * m + i] = (1 - alpha[i] * p[i]) * G[a * m + i] + dp[i] * h[a] + key[i] * z;
-                        dkey[i] += S[a * m + i] * z;
+                over_rows(d, [&](int first, auto rows) {
+                    Sum sums[ROWS];
+                    over_columns(m, [&](int i, auto kind) {
+                        for (int n = 0; n < rows; ++n)
+                            sums[n] += get(&dp[i], kind) * get(S + (first + n) * m + i, kind);
+                    });
+                    float z[ROWS];
+                    for (int n = 0; n < rows; ++n) {
+                        const float sum = dh[first + n] + sums[n].total();
+                        dv[at * d + first + n] = variant == ENC ? sum : -sum;
+                        z[n] = variant == DEC ? sum : 0.0f;
                     }
-                }
+                    over_columns(m, [&](int i, auto kind) {
+                        auto of_key = get(dkey + i, kind);
+                        for (int n = 0; n < rows; ++n) {
+                            float* g = G + (first + n) * m + i;
+                            put(g, get(keep + i, kind) * get(g, kind) + h[first + n] * get(&dp[i], kind) +
+                                       z[n] * get(key + i, kind));
+                            of_key += z[n] * get(S + (first + n) * m + i, kind);
+                        }
+                        put(dkey + i, of_key);
+                    });
+                });
             }
         }
     }

@@ -14,10 +14,11 @@ inline float activate(float x, int64_t activation) {
 inline float cut(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
 
 template <class T>
-void unit(const T* x, const T* cos, const T* sin, T* y, int64_t rows, int64_t heads, int64_t D, int64_t pairs,
-          float eps) {
+void unit(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t D, int64_t pairs, float eps, int64_t first,
+          int64_t last) {
     std::vector<float> head(D);
-    for (int64_t row = 0; row < rows * heads; ++row, x += D, y += D) {
+    x += first * heads * D, y += first * heads * D;
+    for (int64_t row = first * heads; row < last * heads; ++row, x += D, y += D) {
         for (int64_t i = 0; i < D; ++i) head[i] = load(x[i]);
         const int64_t angle = row / heads * pairs;
         unit_head(head.data(), cos + angle, sin + angle, y, D, pairs, eps);
@@ -25,10 +26,12 @@ void unit(const T* x, const T* cos, const T* sin, T* y, int64_t rows, int64_t he
 }
 
 template <class T>
-void norm(const T* y, const T* gate, const T* weight, T* out, int64_t rows, int64_t D, int64_t groups, float eps,
-          int64_t activation, bool norm_first, float limit, float gate_limit) {
+void norm(const T* y, const T* gate, const T* weight, T* out, int64_t D, int64_t groups, float eps, int64_t activation,
+          bool norm_first, float limit, float gate_limit, int64_t first, int64_t last) {
     std::vector<float> values(D), gates(D, 1.0f);
-    for (int64_t row = 0; row < rows; ++row, y += D, out += D) {
+    y += first * D, out += first * D;
+    if (gate) gate += first * D;
+    for (int64_t row = first; row < last; ++row, y += D, out += D) {
         const T* w = weight + row % groups * D;
         if (gate) {
             for (int64_t i = 0; i < D; ++i) gates[i] = activate(cut(load(gate[i]), gate_limit), activation);
@@ -58,25 +61,26 @@ EXPORT void decay(const float* x, const float* bias, const float* A_log, float* 
     }
 }
 
-// x, y [rows, heads, D], cos and sin [rows, pairs]
-EXPORT void unit_heads(const void* x, const void* cos, const void* sin, void* y, int64_t rows, int64_t heads, int64_t D,
-                       int64_t pairs, float eps, int64_t in_bf16) {
+// Rows first .. last - 1 of x, y [rows, heads, D], cos and sin [rows, pairs]
+EXPORT void unit_heads(const void* x, const void* cos, const void* sin, void* y, int64_t heads, int64_t D, int64_t pairs,
+                       float eps, int64_t in_bf16, int64_t first, int64_t last) {
     if (in_bf16)
         unit<bf16>(static_cast<const bf16*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin),
-                   static_cast<bf16*>(y), rows, heads, D, pairs, eps);
+                   static_cast<bf16*>(y), heads, D, pairs, eps, first, last);
     else
         unit<float>(static_cast<const float*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin),
-                    static_cast<float*>(y), rows, heads, D, pairs, eps);
+                    static_cast<float*>(y), heads, D, pairs, eps, first, last);
 }
 
-// y, out and, if it is not null, gate [rows, D]; weight [groups, D], of which row r takes r % groups
-EXPORT void gated_norm(const void* y, const void* gate, const void* weight, void* out, int64_t rows, int64_t D,
-                       int64_t groups, float eps, int64_t activation, int64_t norm_first, float limit, float gate_limit,
-                       int64_t in_bf16) {
+// Rows first .. last - 1 of y, out and, if it is not null, gate [rows, D]; weight [groups, D], of which row r takes
+// r % groups
+EXPORT void gated_norm(const void* y, const void* gate, const void* weight, void* out, int64_t D, int64_t groups, float eps,
+                       int64_t activation, int64_t norm_first, float limit, float gate_limit, int64_t in_bf16,
+                       int64_t first, int64_t last) {
     if (in_bf16)
         norm<bf16>(static_cast<const bf16*>(y), static_cast<const bf16*>(gate), static_cast<const bf16*>(weight),
-                   static_cast<bf16*>(out), rows, D, groups, eps, activation, norm_first, limit, gate_limit);
+                   static_cast<bf16*>(out), D, groups, eps, activation, norm_first, limit, gate_limit, first, last);
     else
         norm<float>(static_cast<const float*>(y), static_cast<const float*>(gate), static_cast<const float*>(weight),
-                    static_cast<float*>(out), rows, D, groups, eps, activation, norm_first, limit, gate_limit);
+                    static_cast<float*>(out), D, groups, eps, activation, norm_first, limit, gate_limit, first, last);
 }

@@ -1,26 +1,26 @@
 """The native path, for a CPU and without gradients: the functions by native.cpp."""
 
 import ctypes
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from .._native import INTEGER, POINTER, REAL, address, dense, function
+from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows
 
 ACTIVATIONS = (None, "silu", "gelu")  # in the order of native.cpp
-UNIT = (*[POINTER] * 4, *[INTEGER] * 4, REAL, INTEGER)
+UNIT = (*[POINTER] * 4, *[INTEGER] * 3, REAL, *[INTEGER] * 3)
 DECAY = (*[POINTER] * 5, INTEGER, INTEGER, REAL, REAL, REAL)
-NORM = (*[POINTER] * 4, *[INTEGER] * 3, REAL, *[INTEGER] * 2, REAL, REAL, INTEGER)
-# up to so many numbers, one thread that reads each row once beats all threads of torch, operator by operator
-MAX_NUMBERS = 2**16
+NORM = (*[POINTER] * 4, *[INTEGER] * 2, REAL, *[INTEGER] * 2, REAL, REAL, *[INTEGER] * 3)
+WORK = 20  # operations per number, about
 
 
 def runs_native(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether native code can compute a function of these tensors: few numbers, no gradient."""
-    if not 0 < x.numel() <= MAX_NUMBERS:
-        return False
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
+    """Whether native code can compute a function of these tensors: no gradient."""
+    return x.numel() > 0 and not (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others))
+    )
 
 
 def unit_heads_native(library: ctypes.CDLL, x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
@@ -29,10 +29,11 @@ def unit_heads_native(library: ctypes.CDLL, x: Tensor, cos: Tensor | None, sin: 
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
     y, (batch, length, heads, dim) = torch.empty_like(x), x.shape
-    function(library, "unit_heads", UNIT)(
-        x.data_ptr(), address(cos), address(sin), y.data_ptr(), batch * length, heads, dim,
+    call = functools.partial(
+        function(library, "unit_heads", UNIT), x.data_ptr(), address(cos), address(sin), y.data_ptr(), heads, dim,
         0 if cos is None else cos.shape[-1], eps, x.dtype == torch.bfloat16,
     )  # fmt: skip
+    over_rows(call, batch * length, WORK * x.numel())
     return y
 
 
@@ -50,11 +51,12 @@ def gated_norm_native(
     """See `op.gated_norm`."""
     y, gate, weight = y.contiguous(), None if gate is None else gate.contiguous(), weight.contiguous()
     out, dim = torch.empty_like(y), y.shape[-1]
-    function(library, "gated_norm", NORM)(
-        y.data_ptr(), address(gate), weight.data_ptr(), out.data_ptr(), y.numel() // dim, dim, weight.numel() // dim,
-        eps, ACTIVATIONS.index(activation), norm_first, math.inf if limit is None else limit,
+    call = functools.partial(
+        function(library, "gated_norm", NORM), y.data_ptr(), address(gate), weight.data_ptr(), out.data_ptr(), dim,
+        weight.numel() // dim, eps, ACTIVATIONS.index(activation), norm_first, math.inf if limit is None else limit,
         math.inf if gate_limit is None else gate_limit, y.dtype == torch.bfloat16,
     )  # fmt: skip
+    over_rows(call, y.numel() // dim, WORK * y.numel())
     return out
 
 

@@ -1,21 +1,79 @@
-"""The native path, for a CPU: one token of one convolution, or of all convolutions of a layer, by native.cpp."""
+"""The native path, for a CPU: sequences, their gradient, and one token of one convolution, or of all convolutions of a
+layer, by native.cpp."""
 
 import ctypes
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from .._native import INTEGER, POINTER, REAL, address, changed, function, pages_of
-from .arguments import Heads, Token
+from .._native import (
+    INTEGER,
+    POINTER,
+    REAL,
+    address,
+    changed,
+    dense,
+    empty,
+    function,
+    over_rows,
+    pages_of,
+    starts_of,
+)
+from .arguments import Heads, Inputs, Token, Upstream
 
 STEP = (*[POINTER] * 5, INTEGER, POINTER, *[INTEGER] * 4, REAL, INTEGER)
+SEQUENCES = (POINTER, INTEGER, *[POINTER] * 7, *[INTEGER] * 4, REAL, *[INTEGER] * 3)
+GRADIENTS = (*[POINTER] * 3, INTEGER, *[POINTER] * 9, *[INTEGER] * 4, REAL, *[INTEGER] * 3)
 HEADS = (*[POINTER] * 7, INTEGER, POINTER, POINTER, INTEGER, POINTER, *[INTEGER] * 3, REAL, INTEGER)
 
 
-def runs_native_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> bool:
-    """Whether native code can run the step: all tensors have one dtype."""
-    return x.dtype == weight.dtype == state.dtype and (bias is None or bias.dtype == x.dtype)
+def runs_native(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether native code can run: x, weight, bias and state have one dtype."""
+    return all(t is None or t.dtype == x.dtype for t in others)
+
+
+def _sequences(a: Inputs) -> tuple[tuple, tuple]:
+    """x with its rows' stride, and the other tensors of the inputs; where the sequences lie, and the options."""
+    x, weight, bias, initial, cu_seqlens, lengths, silu, limit = a
+    batch, tokens, channels = x.shape
+    if x.stride(2) != 1 or (batch > 1 and x.stride(0) != tokens * x.stride(1)):
+        x = x.contiguous()
+    starts = starts_of(batch, tokens, cu_seqlens)
+    starts, ends = starts[:-1], starts[1:]
+    if lengths is not None:
+        ends = starts + lengths.to("cpu", torch.int64).clamp(0, tokens)
+    tensors = (x, x.stride(1), *(dense(t, x.dtype) for t in (weight, bias, initial)))
+    limit = math.inf if limit is None else limit
+    return tensors, (starts, ends, len(starts), *weight.shape, silu, limit, x.dtype == torch.bfloat16)
+
+
+def _call(library: ctypes.CDLL, name: str, types: tuple, arguments: tuple, x: Tensor, work: float) -> None:
+    """Call a function for all channels of x in several threads."""
+    given = [address(a) if a is None or isinstance(a, Tensor) else a for a in arguments]
+    over_rows(functools.partial(function(library, name, types), *given), x.shape[2], work * x.numel())
+
+
+def short_conv_fwd_native(library: ctypes.CDLL, a: Inputs) -> tuple[Tensor, Tensor]:
+    """As `torch_path.short_conv_fwd_torch`."""
+    tensors, layout = _sequences(a)
+    shape, whole = a.x.shape, a.cu_seqlens is None and a.lengths is None
+    y = (torch.empty if whole else torch.zeros)(shape, dtype=a.x.dtype, device="cpu")  # tokens of no sequence: 0
+    final = torch.empty(layout[2], shape[2], a.weight.shape[1] - 1, dtype=a.x.dtype, device="cpu")
+    _call(library, "short_conv_sequences", SEQUENCES, (*tensors, y, final, *layout), a.x, 2 * a.weight.shape[1] + 15)
+    return y, final
+
+
+def short_conv_bwd_native(library: ctypes.CDLL, upstream: Upstream, a: Inputs) -> tuple[Tensor, ...]:
+    """As `torch_path.short_conv_bwd_torch`."""
+    tensors, layout = _sequences(a)
+    dy, dfinal = (dense(t, a.x.dtype) for t in upstream)
+    dx, dinitial = torch.zeros_like(dy), torch.empty_like(dfinal)
+    dweight, dbias = empty(*a.weight.shape), empty(a.weight.shape[0])
+    arguments = (dy, dfinal, *tensors, dx, dinitial, dweight, dbias, *layout)
+    _call(library, "short_conv_gradients", GRADIENTS, arguments, a.x, 6 * a.weight.shape[1] + 20)
+    return dx, dweight, dbias, dinitial
 
 
 def short_conv_step_native(library: ctypes.CDLL, token: Token) -> Tensor:

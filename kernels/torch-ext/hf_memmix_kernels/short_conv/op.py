@@ -12,7 +12,13 @@ from .._pages import check_step_states
 from .._registration import all_plain, chunk_op, module, needs_op, op_is_faster, step_op
 from .arguments import Heads, Inputs, Prompt, Token, Upstream
 from .heads import MAX_HEAD, Convolution, heads_torch
-from .native_path import heads_native, runs_native_step, short_conv_step_native
+from .native_path import (
+    heads_native,
+    runs_native,
+    short_conv_bwd_native,
+    short_conv_fwd_native,
+    short_conv_step_native,
+)
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
 MAX_TAPS = 16
@@ -20,9 +26,18 @@ MAX_TAPS = 16
 _empty_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
+def _native(a: Inputs, *others: Tensor):
+    """The native code, if it should run on these tensors; else None."""
+    if not runs_native(a.x, a.weight, a.bias, a.initial_state, *others):
+        return None
+    return native_library("short_conv", *a[:6], *others)
+
+
 @chunk_op("hf_memmix::short_conv_fwd")
 @flat(Inputs)
 def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
+    if library := _native(a):
+        return short_conv_fwd_native(library, a)
     fwd = (
         module(".launch", __package__).short_conv_fwd_triton if use_triton(a.x, "short_conv") else short_conv_fwd_torch
     )
@@ -39,10 +54,13 @@ def _(a):
 @chunk_op("hf_memmix::short_conv_bwd")
 @flat(Upstream, Inputs)
 def _bwd(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bwd = (
-        module(".launch", __package__).short_conv_bwd_triton if use_triton(a.x, "short_conv") else short_conv_bwd_torch
-    )
-    dx, dweight, dbias, dinitial = bwd(*upstream, *a)
+    if library := _native(a, *upstream):
+        grads = short_conv_bwd_native(library, upstream, a)
+    elif use_triton(a.x, "short_conv"):
+        grads = module(".launch", __package__).short_conv_bwd_triton(*upstream, *a)
+    else:
+        grads = short_conv_bwd_torch(*upstream, *a)
+    dx, dweight, dbias, dinitial = grads
     of_bias = a.weight.dtype if a.bias is None else a.bias.dtype
     return dx, dweight.to(a.weight.dtype), dbias.to(of_bias), dinitial.to(a.x.dtype)
 
@@ -74,7 +92,7 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @step_op("hf_memmix::short_conv_step", mutates_args=("state",))
 @flat(Token)
 def _step(token: Token) -> Tensor:
-    if runs_native_step(*token[:4]) and (library := native_library("short_conv", *token[:4])):
+    if runs_native(*token[:4]) and (library := native_library("short_conv", *token[:4])):
         return short_conv_step_native(library, token)
     step = short_conv_step_torch
     if use_triton(token.x, "short_conv"):
@@ -251,7 +269,7 @@ def _runs_native(convolutions: list[Convolution], cos: Tensor | None, sin: Tenso
     """Whether native code can run them: all tensors have one dtype."""
     if cos is not None and not cos.dtype == sin.dtype == convolutions[0].x.dtype:
         return False
-    return all(runs_native_step(c.x, c.weight, None, c.state) for c in convolutions)
+    return all(runs_native(c.x, c.weight, None, c.state) for c in convolutions)
 
 
 def runs_prompt_heads(x: Tensor) -> bool:

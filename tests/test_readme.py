@@ -23,8 +23,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # the commands of the README train for minutes; the test runs the same ones for a moment
 SHORT = {
     "select": ["--length", "256", "--samples", "1", "--max-tokens", "256"],
-    "align": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
-    "distill": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
+    "align": ["--steps", "1", "--batch-size", "1", "--block-size", "128"],
+    "distill": ["--steps", "1", "--batch-size", "1", "--block-size", "128"],
     "report": ["--max-tokens", "64"],
     "generate": ["--max-new-tokens", "4"],
 }

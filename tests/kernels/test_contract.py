@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -50,11 +51,10 @@ def rows_of(op, path: str) -> list[tuple[Shape, bool]]:
 
 def contract_rows() -> list[tuple]:
     found = []
-    for path in PATHS:
-        for op in OPS:
-            for shape, carried in rows_of(op, path):
-                often = carried and shape == SHAPES[1] and (path != "triton" or op.name in ("gla", "coffee"))
-                found.append((op, shape, "carried" if carried else "fresh", path, often))
+    for op, path in itertools.product(OPS, PATHS):
+        for shape, carried in rows_of(op, path):
+            often = carried and shape == SHAPES[1] and (path != "triton" or op.name in ("gla", "coffee"))
+            found.append((op, shape, "carried" if carried else "fresh", path, often))
     return found
 
 

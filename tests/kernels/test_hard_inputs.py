@@ -123,7 +123,7 @@ def lengths_of(op, name: str, path: str) -> list[str]:
 
 def float32_rows() -> list[tuple]:
     found = []
-    for op, name, path in [(*pair, path) for path in PATHS for pair in pairs(OPS) if exists(pair[0], path)]:
+    for op, name, path in [(*pair, path) for pair in pairs(OPS) for path in PATHS if exists(pair[0], path)]:
         for length in lengths_of(op, name, path):
             often = length == "chunks" and op.name != "gka" and op.name not in VARIANTS
             if path == "triton":

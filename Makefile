@@ -76,11 +76,12 @@ test-processors: $(STAMP)
 	$(SSE4) $(BIN)/python -m pytest -n $(JOBS) $(NUMBERS)
 	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) $(NUMBERS)
 
-# vLLM pins other versions than constraints.txt
-SERVE_VENV := .venv-vllm
+# vLLM pins other versions than constraints.txt; VLLM=0.28.0 is another one
+VLLM ?=
+SERVE_VENV := .venv-vllm$(if $(VLLM),-$(VLLM))
 
 $(SERVE_VENV)/.installed-vllm: pyproject.toml setup.py constraints.txt .ci/venv .ci/venv-vllm
-	@.ci/venv-vllm $(SERVE_VENV)
+	@.ci/venv-vllm $(SERVE_VENV) "$(VLLM)" $(TRANSFORMERS)
 
 serve-test: $(SERVE_VENV)/.installed-vllm
 	$(SERVE_VENV)/bin/python -m pytest tests/serving $(PYTEST)

@@ -5,7 +5,9 @@ transformers, which imports torch and takes seconds. `main` therefore puts the p
 running it; `hf_memmix.commands.checks.library` runs it when a command has checked its arguments.
 """
 
+import atexit
 import importlib.util
+import os
 import sys
 
 
@@ -16,7 +18,15 @@ def main() -> None:
         sys.modules["hf_memmix"] = importlib.util.module_from_spec(spec)
     from hf_memmix.commands import main as run
 
+    atexit.register(_end_quietly)
     run()
+
+
+def _end_quietly() -> None:
+    """Triton 3.9 prints a page about objects that were not freed, below the last line of a command that loads vLLM."""
+    if "triton._C.libtriton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 if __name__ == "__main__":

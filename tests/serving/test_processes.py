@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,9 @@ from greedy import ask, assert_greedy, references_of, tokens_of
 from references import ready
 from serving_cases import ASSET, DIVIDED
 
+from tiny_teachers import CHAT
+
+GRACE = 60  # seconds in which the server lets open requests finish
 # prints whether vLLM's tables were changed by the plugin, for a process that has loaded all plugins
 PLAIN = """
 import sys
@@ -78,13 +82,16 @@ def test_two_ranks(case, engines):
 
 
 @pytest.fixture
-def server(folders):
-    """The address of `memmix serve` of the bundled model."""
+def server(folders, tmp_path):
+    """The address of `memmix serve` of the bundled model with a chat template, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_memmix_cli", "serve", str(ready(folders / ASSET)), "--port", str(port)]
+    folder = shutil.copytree(ready(folders / ASSET), tmp_path / ASSET)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    command = [sys.executable, "-m", "hf_memmix_cli", "serve", str(folder), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+    command += ["--shutdown-timeout", str(GRACE)]
     log = folders / "server.log"
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
@@ -101,24 +108,30 @@ def server(folders):
         else:
             pytest.fail(log.read_text()[-4000:])
         assert "states of one sequence, whatever its length: 5 x gka of" in log.read_text()
-        yield address
+        yield address, process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
 
 
 @pytest.mark.cases(ASSET)
 def test_server_answers_concurrent_clients(server, folders):
+    """Completions and chats; and those that are open when the server is told to end."""
     references = references_of(folders, ASSET, "plain")
+    address, process = server
 
-    def complete(prompt, **options):
-        fields = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    def ask_server(path, **options):
+        fields = {"model": "tiny", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
-            f"{server}/v1/completions",
+            f"{address}/v1/{path}",
             data=json.dumps(fields | options).encode(),
             headers={"Content-Type": "application/json"},
         )
         return json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]
+
+    def complete(prompt, **options):
+        return ask_server("completions", prompt=prompt, **options)
 
     with concurrent.futures.ThreadPoolExecutor(len(references)) as clients:
         answers = list(clients.map(lambda r: complete(r["prompt"], return_token_ids=True), references))
@@ -131,3 +144,12 @@ def test_server_answers_concurrent_clients(server, folders):
     assert len(echoed["logprobs"]["token_logprobs"]) > 16 and echoed["logprobs"]["token_logprobs"][0] is None
     first = complete(text, stop=answer.split()[1])
     assert first["finish_reason"] == "stop" and first["text"] == answer[: answer.index(answer.split()[1])]
+    chat = ask_server("chat/completions", messages=[{"role": "user", "content": text}])
+    assert chat["message"]["content"].strip() and chat["message"]["role"] == "assistant"
+    with concurrent.futures.ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(complete, text, max_tokens=400, return_token_ids=True)
+        time.sleep(1)
+        assert not answer.done()
+        process.send_signal(signal.SIGTERM)
+        assert len(answer.result()["token_ids"]) == 400
+    process.wait(GRACE + 30)

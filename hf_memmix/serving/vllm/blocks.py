@@ -21,7 +21,7 @@ def configuration(folder: Path, arguments: list[str]):
     """vLLM's configuration (VllmConfig) for a model folder and options of `vllm serve`.
 
     Raises:
-        UserError: vLLM or the plugin refuses an option. SystemExit: vLLM does not know it.
+        UserError: vLLM or the plugin refuses an option, or vLLM does not know it.
     """
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update({name: value for name, value in QUIET.items() if before[name] is None})
@@ -32,6 +32,7 @@ def configuration(folder: Path, arguments: list[str]):
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+        parser.error = _refuse  # by itself it prints all options before the line
         given = parser.parse_args(["--model", str(folder), *arguments])
         if given.model_impl not in ("auto", "vllm"):
             raise UserError(f"--model-impl {given.model_impl}: {NO_PLUGIN}")
@@ -116,6 +117,10 @@ def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> di
             found[length] = get_max_concurrency_for_kv_cache_config(vllm_config, blocks)
         model.max_model_len = longest
     return found
+
+
+def _refuse(message: str):
+    raise UserError(f"vllm serve: {_line(message)}")
 
 
 def _line(error) -> str:

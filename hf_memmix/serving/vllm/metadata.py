@@ -45,7 +45,7 @@ class MemoryMetadata(BaseMambaAttentionMetadata):
     starts_anew: Tensor | bool | None = None
 
 
-# vLLM 0.26 asks for fields that later versions do not have
+# vLLM asks for more fields until 0.31
 NOTHING = {field.name: None for field in fields(MemoryMetadata) if field.default is MISSING}
 
 

@@ -15,6 +15,18 @@ import child
 # two tokens whose fp32 logits differ by less are a near tie. The logits of our models reach from -4 to 4; those of
 # vLLM in fp32 on a GPU have errors of up to 1e-4, by another order of the sums
 NEAR_TIE = 2e-4
+# answers of a model, in a process without vLLM
+ANSWER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+import hf_memmix
+model, found = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32), []
+for prompt, count in json.load(sys.stdin):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    found.append(out[0, len(prompt) :].tolist())
+print(json.dumps(found))
+"""
 
 
 def references_of(folder: Path, case: str, which: str, dtype: str = "float32") -> list[dict]:

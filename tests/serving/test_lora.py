@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from greedy import ask, assert_greedy, references_of, tokens_of
+from greedy import ANSWER, ask, assert_greedy, references_of, tokens_of
 from safetensors.torch import load_file, save_file
 from serving_cases import ROOMY
 
@@ -15,18 +15,6 @@ from hf_memmix.serving.vllm.joined import JoinedLayers
 
 RANK, ALPHA = 4, 8
 TARGETS = ["q_proj", "v_proj", "o_proj", "g_proj", "a_proj", "gate_proj", "down_proj"]
-# answers of a model, in a process without vLLM
-ANSWER = """
-import json, sys, torch
-from transformers import AutoModelForCausalLM
-import hf_memmix
-model, found = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32), []
-for prompt, count in json.load(sys.stdin):
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=ids * 0 + 1, max_new_tokens=count, do_sample=False, eos_token_id=None)
-    found.append(out[0, len(prompt) :].tolist())
-print(json.dumps(found))
-"""
 
 
 def make_adapter(base, folder, seed: int):

@@ -94,7 +94,9 @@ GIVEN = {
         "decode_context_parallel_size": 2,
         "distributed_executor_backend": "mp",
     },
-    "--quantization (or a checkpoint that is quantised)": {"quantization": "fp8"},
+    "--quantization (with another method than torchao, with --enable-lora, or a checkpoint that is quantised)": {
+        "quantization": "fp8"
+    },
     "--mamba-cache-dtype and --mamba-ssm-cache-dtype": {"mamba_ssm_cache_dtype": "float16"},
     "--no-enable-chunked-prefill (with prefix caching)": {
         "enable_chunked_prefill": False,
@@ -164,7 +166,7 @@ def test_command_refuses_what_vllm_refuses(folders):
     for arguments, message in (
         (["--model-impl", "transformers"], "--model-impl transformers: vLLM would build the model without the plugin"),
         (["--tensor-parallel-size=3"], "--tensor-parallel-size 3: gka of layer 1: 2 heads cannot be"),
-        (["--quantization=fp8"], "^--quantization .*: quantised weights are not supported"),
+        (["--quantization=fp8"], "^--quantization .*: a quantised checkpoint has"),
         (["--max-model-len=9999"], "max_model_len .9999. is greater than the derived"),
         (["--prot=8001"], "^vllm serve: unrecognized arguments: --prot=8001$"),
         (["--dtype=int8"], "^vllm serve: argument --dtype: invalid choice: 'int8'"),

@@ -133,6 +133,8 @@ class MemMixMixin(KeptAttention):
         """
         first, self.names.first = self.names.first, False
         is_start = first and self.vllm_config.load_config.load_format != "dummy"  # whose weights a trainer sends later
+        if not is_start and self.vllm_config.quant_config is not None:
+            raise ValueError("quantised weights cannot be loaded again: start a new server with the new checkpoint")
         if not is_start and self.vllm_config.kv_transfer_config is not None:
             raise ValueError(
                 "with --states weights cannot be loaded again: the states on disk belong to those of the start. Start"

@@ -75,10 +75,14 @@ REFUSALS = (
         "batches that are cut in two are not supported with memory mixers; leave the options out",
     ),
     Refusal(
-        "--quantization (or a checkpoint that is quantised)",
-        lambda c: c.model_config.quantization is not None,
-        "quantised weights are not supported with memory mixers: the small projections of their gates would be rounded"
-        " too. Serve the checkpoint in bfloat16; --kv-cache-dtype fp8 halves the keys and values of attention layers",
+        "--quantization (with another method than torchao, with --enable-lora, or a checkpoint that is quantised)",
+        lambda c: (
+            c.model_config.quantization is not None
+            and (c.lora_config is not None or not quantised_while_loading(c.model_config))
+        ),
+        "a quantised checkpoint has the projections of mixers quantised, too, which vLLM keeps in the type of the"
+        " model; the rest was not tested. Serve a checkpoint in bfloat16, and let torchao quantise its other linear"
+        " layers (hf_memmix/serving/README.md)",
     ),
     Refusal(
         "--mamba-cache-dtype and --mamba-ssm-cache-dtype",
@@ -128,6 +132,15 @@ def refusal_of_options(vllm_config) -> str | None:
         if given(vllm_config):
             return f"{option}: {reason}"
     return None
+
+
+def quantised_while_loading(model_config) -> bool:
+    """Whether torchao quantises the linear layers of a checkpoint that is not quantised itself.
+
+    Those of feed-forward layers and of kept attention; the mixers have layers of their own.
+    """
+    in_checkpoint = getattr(model_config.hf_config, "quantization_config", None)
+    return model_config.quantization == "torchao" and in_checkpoint is None
 
 
 def longest_with_fixed_rotation(config) -> float:

@@ -94,9 +94,8 @@ GIVEN = {
         "decode_context_parallel_size": 2,
         "distributed_executor_backend": "mp",
     },
-    "--quantization (with another method than torchao, with --enable-lora, or a checkpoint that is quantised)": {
-        "quantization": "fp8"
-    },
+    "--quantization (with another method than torchao, with --enable-lora, on several GPUs, or a quantised"
+    " checkpoint)": {"quantization": "fp8"},
     "--mamba-cache-dtype and --mamba-ssm-cache-dtype": {"mamba_ssm_cache_dtype": "float16"},
     "--no-enable-chunked-prefill (with prefix caching)": {
         "enable_chunked_prefill": False,

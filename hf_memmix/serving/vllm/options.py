@@ -75,11 +75,9 @@ REFUSALS = (
         "batches that are cut in two are not supported with memory mixers; leave the options out",
     ),
     Refusal(
-        "--quantization (with another method than torchao, with --enable-lora, or a checkpoint that is quantised)",
-        lambda c: (
-            c.model_config.quantization is not None
-            and (c.lora_config is not None or not quantised_while_loading(c.model_config))
-        ),
+        "--quantization (with another method than torchao, with --enable-lora, on several GPUs, or a quantised"
+        " checkpoint)",
+        lambda c: c.model_config.quantization is not None and not quantised_while_loading(c),
         "a quantised checkpoint has the projections of mixers quantised, too, which vLLM keeps in the type of the"
         " model; the rest was not tested. Serve a checkpoint in bfloat16, and let torchao quantise its other linear"
         " layers (hf_memmix/serving/README.md)",
@@ -134,13 +132,14 @@ def refusal_of_options(vllm_config) -> str | None:
     return None
 
 
-def quantised_while_loading(model_config) -> bool:
-    """Whether torchao quantises the linear layers of a checkpoint that is not quantised itself.
+def quantised_while_loading(vllm_config) -> bool:
+    """Whether torchao quantises, on one GPU, the linear layers of a checkpoint that is not quantised itself.
 
     Those of feed-forward layers and of kept attention; the mixers have layers of their own.
     """
-    in_checkpoint = getattr(model_config.hf_config, "quantization_config", None)
-    return model_config.quantization == "torchao" and in_checkpoint is None
+    model = vllm_config.model_config
+    plain = vllm_config.lora_config is None and vllm_config.parallel_config.tensor_parallel_size == 1
+    return plain and model.quantization == "torchao" and getattr(model.hf_config, "quantization_config", None) is None
 
 
 def longest_with_fixed_rotation(config) -> float:

@@ -41,12 +41,16 @@ class FactMaterial(DrillMaterial):
     """Filler from the training text `tokens` [N], persons and things without those of the probes.
 
     avoid: the material of probes about a text, whose keys the drills do not have, either.
+    forms: sentences and their questions.
 
     Raises:
         ValueError: the tokenizer writes too few of the words in at most three tokens.
     """
 
-    def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material | None = None):
+    def __init__(
+        self, tokenizer, tokens: numpy.ndarray, avoid: Material | None = None, forms: tuple[Form, ...] = FORMS
+    ):
+        self.forms = forms
         self.tokenizer, self._words, self._pieces, self.start = tokenizer, {}, {}, []
         self.filler = tokens
         # the last token of a row, which predicts nothing
@@ -82,7 +86,7 @@ def facts(material: FactMaterial, length: int, draw: random.Random) -> tuple[lis
         1.0: draw.random() < IN_WORDS
     }
     events: list[Event] = [(place, material.piece(draw.choice(LEADS)), None) for place in lists]
-    pools = (FORMS, material.names, material.values)
+    pools = (material.forms, material.names, material.values)
     for form, key, value in zip(*(draw.sample(pool, count) for pool in pools), strict=True):
         place = min(place_of(draw), place_of(draw))  # early, so that more questions are far
         told = [*form.told(material, key), *sentence(material, value, ".")]

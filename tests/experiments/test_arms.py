@@ -68,7 +68,8 @@ def test_an_arm_begins_only_if_it_can_end(args, done):
 
 
 @pytest.mark.parametrize(
-    "asked", ["nothing", "gka @ kept", "gka @ kept=few", "gka @ layers=1", "gka @ drills=2", "gka @ answers=1"]
+    "asked",
+    ["nothing", "gka @ kept", "gka @ kept=few", "gka @ layers=1", "gka @ drills=2", "gka @ answers=1", "gka @ more=1"],
 )
 def test_arms_that_cannot_be_run_are_refused(args, asked):
     with pytest.raises(typer.BadParameter):
@@ -98,7 +99,7 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
     assert f"| gka, drills 50% | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
 
 
-@pytest.mark.parametrize("asked", ["gka @ drills=.5", "gka @ drills=.5 answers=0", "gka"])
+@pytest.mark.parametrize("asked", ["gka @ drills=.5", "gka @ drills=.5 answers=0", "gka @ drills=.5 more=1", "gka"])
 def test_the_rows_of_an_arm_have_its_share_of_drills_and_its_weight_of_answers(args, asked, done):
     (row,) = arms.rows_to_run(done[:1], with_options(args, arms=[asked]))
     data = arms.data_of(row, args)

@@ -57,8 +57,8 @@ ARMS = {
 FAR = ", far weight 1"
 ARMS |= {name + FAR: mixers for name, mixers in ARMS.items() if any("local_window" in own for own in mixers.values())}
 # layers that keep their attention, seed, a factor of the steps; share and weight of drills, see `with_drills`; and a
-# factor of the learning rates
-CHANGES = {"kept": int, "seed": int, "times": int, "drills": float, "answers": float, "rate": float}
+# factor of the learning rates; and 1 for the drills of `more_forms`
+CHANGES = {"kept": int, "seed": int, "times": int, "drills": float, "answers": float, "rate": float, "more": int}
 FIRST = (
     "window 384",
     "gka + window 64",
@@ -101,12 +101,12 @@ def changes_of(asked: str) -> tuple[str, dict[str, float]]:
     """The name of an arm, and the numbers behind its `@`.
 
     Raises:
-        ValueError: a number has no name, or is none; or there are answers without drills.
+        ValueError: a number has no name, or is none; or there are answers or more sentences without drills.
     """
     name, _, changes = asked.partition(" @ ")
     pairs = (change.split("=") for change in changes.split())
     found = {change: CHANGES.get(change, float)(value) for change, value in pairs}
-    if not 0 <= found.get("drills", 0) <= 1 or ("answers" in found and not found.get("drills")):
+    if not 0 <= found.get("drills", 0) <= 1 or ({"answers", "more"} & {*found} and not found.get("drills")):
         raise ValueError
     return name, found
 
@@ -118,7 +118,7 @@ def row_of(asked: str, trace: list[dict], args) -> dict:
     keep = sorted(row["layer"] for row in trace[1 : changes.get("kept", args.kept) + 1])
     row = {"step": "arm", "arm": arm, "keep": keep, "seed": changes.get("seed", args.seed)}
     # None in results that are older than these changes
-    row |= {name: changes.get(name) for name in ("drills", "answers", "rate")}
+    row |= {name: changes.get(name) for name in ("drills", "answers", "rate", "more")}
     return row | dict(zip(STAGES, counts, strict=True))
 
 
@@ -156,7 +156,9 @@ def data_of(row: dict, args) -> TokenBlocks:
     if not row["drills"]:
         return TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
     answers = 1.0 if row["answers"] is None else row["answers"]
-    return measuring.drilled_blocks(args.teacher, args.data, args.block_size, row["drills"], answers)
+    return measuring.drilled_blocks(
+        args.teacher, args.data, args.block_size, row["drills"], answers, bool(row["more"])
+    )
 
 
 def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]:
@@ -242,7 +244,7 @@ def check(args) -> None:
         try:
             arm, changes = changes_of(asked)
         except ValueError:
-            told = f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, and answers only with drills"
+            told = f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, without which no answers or more"
             raise typer.BadParameter(told, param_hint="--arms") from None
         check_names("--arms", [arm], ARMS)
         check_names("--arms", list(changes), CHANGES)

@@ -58,6 +58,7 @@ def _name(row: dict, usual: int) -> str:
     if row.get("drills"):
         changes.append(f"drills {row['drills']:.0%}")
     changes += [f"{name} {row[name]:g}" for name in ("answers", "rate") if row.get(name) is not None]
+    changes += ["more sentences"] if row.get("more") else []
     return ", ".join([row["arm"], *changes])
 
 

@@ -24,6 +24,7 @@ from hf_memmix.training.evaluation.probes.tasks import needle
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.smollm2.more_forms import MORE_FORMS
 from hf_memmix.training.fact_drills import FactMaterial, with_drills
 from hf_memmix.training.fact_words import FORMS
 from hf_memmix.training.text_files import read_text
@@ -70,10 +71,11 @@ def material_of(folder: Path, data: Path) -> Material:
 
 
 @functools.cache
-def drill_material_of(folder: Path, data: Path) -> FactMaterial:
+def drill_material_of(folder: Path, data: Path, more: bool = False) -> FactMaterial:
     """What drills are made from: training text, and words that the probes about the held-out text do not have."""
     tokens = numpy.load(data / "train.npy", allow_pickle=False)
-    return FactMaterial(tokenizer_of(folder), tokens, material_of(folder, data))
+    forms = FORMS + MORE_FORMS if more else FORMS
+    return FactMaterial(tokenizer_of(folder), tokens, material_of(folder, data), forms)
 
 
 def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) -> Search:
@@ -95,10 +97,11 @@ def search_of(args, tasks: str, drop: bool = False, file: Path | None = None) ->
 
 
 @functools.cache
-def drilled_blocks(folder: Path, data: Path, block_size: int, share: float, answers: float) -> TokenBlocks:
+def drilled_blocks(folder: Path, data: Path, block_size: int, share: float, answers: float, more: bool) -> TokenBlocks:
     """The training rows, a share of which are drills."""
     rows = TokenBlocks(tokens_of(data, "train"), block_size)
-    return with_drills(rows, tokenizer_of(folder), share, answers=answers, material=drill_material_of(folder, data))
+    material = drill_material_of(folder, data, more)
+    return with_drills(rows, tokenizer_of(folder), share, answers=answers, material=material)
 
 
 def recalled(model, args) -> list[dict]:

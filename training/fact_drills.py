@@ -146,3 +146,8 @@ def with_drills(
         if positions is not None:
             positions[row] = torch.arange(size)
     return TokenBlocks(rows.flatten(), size, positions, data.tokenizer, weights, drills=share)
+
+
+def of_recipe(data, tokenizer, recipe):
+    """The rows of a run, with the drills that its recipe asks for."""
+    return with_drills(data, tokenizer, recipe.drills, recipe.bos) if recipe.drills else data

@@ -39,6 +39,7 @@ def select_mixture(args) -> None:
         from hf_memmix.training.data import TokenBlocks
         from hf_memmix.training.evaluation.mixer_plan import mixture_plan, plot_mixture
         from hf_memmix.training.evaluation.mixer_search import check_budget, costs_of, measure_candidates
+        from hf_memmix.training.fact_drills import of_recipe
         from hf_memmix.training.run_lock import run_lock
 
     # wrong choices, and budgets that no mixture meets, are refused before hours of work
@@ -70,6 +71,7 @@ def select_mixture(args) -> None:
         blocks = TokenBlocks.from_files(
             args.train_text, tokenizer, recipe.block_size, recipe.pack, recipe.bos, None, recipe.loss
         )
+        blocks = of_recipe(blocks, tokenizer, recipe)
     teacher_model, kept_in = (
         load(teacher, device, device_map=args.device_map),
         args.out_file.with_suffix(MIXERS_ENDING),

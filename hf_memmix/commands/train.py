@@ -212,12 +212,13 @@ def cache_teacher(
     _check_top_k(top_k, teacher)
     with library():
         from hf_memmix.training.data import TokenBlocks
+        from hf_memmix.training.fact_drills import of_recipe
         from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
     tell_reading(text)
     tell_date(tokenizer := tokenizer_of(teacher))
     how = (settings.block_size, settings.pack, settings.bos, text_field, settings.loss)
-    data = _drilled(TokenBlocks.from_files(text, tokenizer, *how), tokenizer, settings)
+    data = of_recipe(TokenBlocks.from_files(text, tokenizer, *how), tokenizer, settings)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
@@ -306,6 +307,7 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
     """The rows of the texts, and the tokenizer that has made them."""
     from hf_memmix.conversion.saving import check_not_read
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
+    from hf_memmix.training.fact_drills import of_recipe
 
     check_not_read(args.out_dir, args.plan, settings.cache_dir, *args.text, renewed=[student])
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
@@ -314,14 +316,7 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
     tell_date(tokenizer)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
     how = (settings.block_size, settings.pack, settings.bos, args.text_field, settings.loss)
-    return _drilled(read(args.text, tokenizer, *how), tokenizer, settings), tokenizer
-
-
-def _drilled(data, tokenizer, settings):
-    """The rows with the drills of the recipe."""
-    from hf_memmix.training.fact_drills import with_drills
-
-    return with_drills(data, tokenizer, settings.drills, settings.bos) if settings.drills else data
+    return of_recipe(read(args.text, tokenizer, *how), tokenizer, settings), tokenizer
 
 
 def _train(stage: str, args: SimpleNamespace) -> None:

@@ -244,6 +244,14 @@ def training(workspace, mixers):
     return ["--mixers", mixers, "--train-text", workspace / "text.txt", "--recipe", workspace / "recipe.yaml"]
 
 
+def test_the_drills_of_the_recipe_are_in_the_rows(workspace):
+    recipe = "stage: align\nsteps: 1\nbatch_size: 1\nblock_size: 128\ndrills: 0.5\n"
+    (workspace / "recipe.yaml").write_text(recipe)
+    refused = memmix(*arguments(workspace, *training(workspace, "gka,ska")), "--keep-count", "1")
+    # this tokenizer has none of the words
+    assert refused.exit_code == 1 and "names or things of the drills" in refused.output.splitlines()[-1]
+
+
 @pytest.mark.product  # a whole command; its parts have tests
 def test_a_mixture_is_selected_converted_aligned_and_distilled(workspace, teacher, monkeypatch):
     select = arguments(workspace, *training(workspace, "gka,ska"))

@@ -192,7 +192,7 @@ class CachedBlocks(Dataset):
                 what = "other data" if name == "data" else f"another {name}"
                 raise UserError(
                     f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again"
-                    " for these files, block size, packing, tokenizer and teacher"
+                    " for these files, block size, packing, drills, tokenizer and teacher"
                 )
         self._check_config(teacher)
         if launch.is_first():  # if rank 0 fails, the launcher ends the other processes

@@ -123,9 +123,20 @@ def with_drills(
         Rows whose `loss_mask` [rows, block_size] has the weights.
 
     Raises:
-        ValueError: the rows count answers alone, are too short, or the tokenizer writes too few words of the drills.
+        ValueError: the share is not between 0 and 1, or makes no row a drill; the rows have drills, count answers
+            alone or are too short; or the tokenizer writes too few words of the drills.
     """
     size, count = data.block_size, len(data)
+    if not 0 < share <= 1:
+        raise UserError(f"the share of drills is {share:g}; it must be above 0 and at most 1")
+    if data.drills:
+        raise UserError(f"{data.drills:g} of the rows are drills already; give the rows without drills")
+    chosen = [row for row in range(count) if int((row + 1) * share) > int(row * share)]
+    if not chosen:
+        raise UserError(
+            f"drills are {share:g} of the rows, and the data are {count} rows, so none is a drill; give more text or a"
+            " larger share"
+        )
     if data.loss != "all":
         raise UserError(f"drills are {share:g}, but the data count answers alone; set drills to 0, or loss to all")
     if size < SHORTEST_ROW:
@@ -135,9 +146,7 @@ def with_drills(
         material = FactMaterial(tokenizer, data.blocks[:, len(start) :].flatten().numpy())
     rows, weights = data.blocks.clone(), torch.ones(count, size)
     positions = None if data.positions is None else data.positions.clone()
-    for row in range(count):
-        if int((row + 1) * share) == int(row * share):
-            continue
+    for row in chosen:
         ids, spans = facts(material, size - len(start), random.Random(f"0 {size} {row}"))
         rows[row] = torch.tensor(start + ids)
         # a weight stands where the token is predicted, which is one token before it

@@ -91,6 +91,19 @@ def test_rows_that_take_no_drills_are_refused(text, probes):
         with_drills(TokenBlocks(text.blocks.flatten(), 64), probes.tokenizer, 0.5)
 
 
+@pytest.mark.parametrize("share", [0.0, 2.0, -0.5, float("nan")])
+def test_a_share_outside_of_its_bounds_is_refused(text, probes, share):
+    with pytest.raises(ValueError, match=f"share of drills is {share:g}; it must be above 0 and at most 1"):
+        with_drills(text, probes.tokenizer, share)
+
+
+def test_a_share_that_makes_no_drill_or_drills_of_drills_is_refused(text, probes):
+    with pytest.raises(ValueError, match="drills are 0.05 of the rows, and the data are 16 rows, so none is a drill"):
+        with_drills(text, probes.tokenizer, 0.05)
+    with pytest.raises(ValueError, match="0.5 of the rows are drills already"):
+        with_drills(with_drills(text, probes.tokenizer, 0.5), probes.tokenizer, 0.5)
+
+
 def test_a_tokenizer_that_does_not_write_the_words_is_refused(text, probes, monkeypatch):
     monkeypatch.setattr("hf_memmix.training.fact_drills.THINGS", THINGS[:9])
     with pytest.raises(ValueError, match="writes . names or things of the drills"):

@@ -195,6 +195,8 @@ class StreamedBlocks(IterableDataset):
     files before.
     """
 
+    drills = 0.0  # a stream has none
+
     def __init__(
         self,
         sources: Sources,

@@ -72,10 +72,8 @@ class DrillMaterial(Material):
     """
 
     def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material, unseen: Material | None = None):
+        self.begin(tokenizer, tokens, tokenizer.eos_token_id)
         text = tokenizer.decode(tokens[:WORD_TEXT].tolist())
-        # as in `Material`, but the tokens are known, and there may be any number of keys and values
-        self.tokenizer, self._words, self._pieces, self.start = tokenizer, {}, {}, []
-        self.filler, self.end = tokens, tokenizer.eos_token_id
         counts = Counter(re.findall(r"[A-Za-z]{3,}", text))
         words = [word for word, count in counts.items() if count > 1 and (word.istitle() or word.islower())]
         encoded = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"]
@@ -87,6 +85,11 @@ class DrillMaterial(Material):
         self.keys = [word for word in pool if word[1][0] not in taken]
         self.names = [word for word in self.keys if word[0].istitle()]
         self.values = [word for word in self.keys if word[0].islower()]
+
+    def begin(self, tokenizer, tokens: numpy.ndarray, end: int) -> None:
+        """As `Material` begins, but the tokens are known, and there may be any number of keys and values."""
+        self.tokenizer, self._words, self._pieces, self.start = tokenizer, {}, {}, []
+        self.filler, self.end = tokens, end
 
     def window(self, length: int, draw: random.Random) -> list[int]:
         start = draw.randrange(max(1, len(self.filler) - length))

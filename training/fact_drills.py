@@ -51,11 +51,9 @@ class FactMaterial(DrillMaterial):
         self, tokenizer, tokens: numpy.ndarray, avoid: Material | None = None, forms: tuple[Form, ...] = FORMS
     ):
         self.forms = forms
-        self.tokenizer, self._words, self._pieces, self.start = tokenizer, {}, {}, []
-        self.filler = tokens
         # the last token of a row, which predicts nothing
-        self.end = tokenizer.get_vocab().get(DOCUMENT_MARK, tokenizer.eos_token_id)
-        self.end = int(tokens[-1]) if self.end is None else self.end
+        end = tokenizer.get_vocab().get(DOCUMENT_MARK, tokenizer.eos_token_id)
+        self.begin(tokenizer, tokens, int(tokens[-1]) if end is None else end)
         if avoid is None:
             pools = (self._pool(NOUNS), self._pool(NAMES_OF_PROBES))
         else:

@@ -247,7 +247,7 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
         raise UserError(
             f"the data count {data.loss} tokens, but loss of the recipe is {recipe.loss}; give one of them"
         )
-    if (share := getattr(data, "drills", 0.0)) != recipe.drills:
+    if (share := data.drills) != recipe.drills:
         raise UserError(
             f"the recipe says that {recipe.drills:g} of the rows are drills, and in the data {share:g} are; make them"
             f" by with_drills(data, tokenizer, {recipe.drills:g}), or set drills to {share:g}"

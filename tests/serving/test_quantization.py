@@ -1,4 +1,4 @@
-"""Weights that torchao rounds while the model loads: those of mixers stay as they are."""
+"""torchao rounds weights while the model loads. It does not round the weights of mixers."""
 
 import json
 import subprocess

@@ -248,7 +248,7 @@ def test_the_drills_of_the_recipe_are_in_the_rows(workspace):
     recipe = "stage: align\nsteps: 1\nbatch_size: 1\nblock_size: 128\ndrills: 0.5\n"
     (workspace / "recipe.yaml").write_text(recipe)
     refused = memmix(*arguments(workspace, *training(workspace, "gka,ska")), "--keep-count", "1")
-    # this tokenizer has none of the words
+    # the tokenizer of these tests does not know the words of the drills
     assert refused.exit_code == 1 and "names or things of the drills" in refused.output.splitlines()[-1]
 
 

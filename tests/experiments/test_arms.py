@@ -36,9 +36,9 @@ def args(tmp_path_factory):
         "measured_tokens": 1024,
     }
     choice = {"choice_samples": 1, "choice_tokens": 128, "window": 4, "sinks": 1, "kept": 1, "seed": 0}
-    free = {"free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
+    probes = {"probes": ["fact"], "free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
     asked = {"arms": ["gka @ times=2 drills=.5"], "given_steps": "3,4", "compile": False, "deadline": float("inf")}
-    return SimpleNamespace(teacher=teacher, data=folder, out=folder / "a.json", **sizes, **choice, **free, **asked)
+    return SimpleNamespace(teacher=teacher, data=folder, out=folder / "a.json", **sizes, **choice, **probes, **asked)
 
 
 def with_options(args, **changed):

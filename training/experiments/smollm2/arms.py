@@ -225,6 +225,7 @@ class Settings(Options):
     length: Annotated[int, typer.Option(help="tokens of a sequence of the choice")] = 1024
     choice_samples: Annotated[int, typer.Option(help="sequences per depth of a probe of the choice")] = 4
     choice_tokens: Annotated[int, typer.Option(help="tokens of the text of the choice")] = 16384
+    probes: Annotated[list[str], typer.Option(help="probes of `memmix eval`; repeatable")] = measuring.PROBES
     lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (
         256,
         512,

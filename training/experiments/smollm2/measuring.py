@@ -31,9 +31,9 @@ from hf_memmix.training.text_files import read_text
 
 PERFECT = {"ppl_ratio": 1.0, "kl": 0.0, "top1_agreement": 1.0}  # the teacher's figures beside itself
 CHOICE_SEED, FIGURE_SEED = 0, 1
-PROBES = ("fact",)  # the teacher answers less than 80 % of `facts`, so what a student answers would not count
+PROBES = ("fact",)  # by default: the teacher answers less than 80 % of `facts`, so a student's answers do not count
 CHOICE_PROBES = ("fact", "facts")
-DRILLED = "drilled"  # the probe with sentences and words of the drills, which stands beside `PROBES`
+DRILLED = "drilled"  # the probe with sentences and words of the drills, which stands beside the others
 FAR = 448  # tokens from a sentence to the question about it, so that no window of an arm holds the sentence
 TEXTS = ("heldout", "domain")
 COMPARED_BLOCK = 1024  # tokens of a block of the texts that are compared
@@ -112,7 +112,7 @@ def recalled(model, args) -> list[dict]:
             found = run_probes(
                 {"model": model},
                 material_of(args.teacher, args.data),
-                tasks=PROBES,
+                tasks=tuple(args.probes),
                 lengths=(length,),
                 samples=args.samples,
                 seed=FIGURE_SEED,
@@ -155,7 +155,7 @@ def prompts_of(data: Path, count: int) -> torch.Tensor:
 class Measured:
     """Measurements of students beside those of the teacher, which are made once.
 
-    args: has teacher, data, lengths, samples, measured_tokens, free_prompts and free_tokens.
+    args: has teacher, data, probes, lengths, samples, measured_tokens, free_prompts and free_tokens.
     """
 
     def __init__(self, args):
@@ -217,7 +217,7 @@ _made: dict[str, Measured] = {}
 
 def measured_of(args) -> Measured:
     """The `Measured` of these options, made once in a process."""
-    sizes = ("teacher", "data", "lengths", "samples", "measured_tokens", "free_prompts", "free_tokens")
+    sizes = ("teacher", "data", "probes", "lengths", "samples", "measured_tokens", "free_prompts", "free_tokens")
     key = repr([getattr(args, name) for name in sizes])
     if key not in _made:
         _made[key] = Measured(args)

@@ -38,13 +38,14 @@ def _sequences(a: Inputs) -> tuple[tuple, tuple]:
     """x with its rows' stride, and the other tensors of the inputs; where the sequences lie, and the options."""
     x, weight, bias, initial, cu_seqlens, lengths, silu, limit = a
     batch, tokens, channels = x.shape
-    if x.stride(2) != 1 or (batch > 1 and x.stride(0) != tokens * x.stride(1)):
-        x = x.contiguous()
+    stride = x.stride(1)
+    if x.stride(2) != 1 or (batch > 1 and x.stride(0) != tokens * stride):
+        x, stride = x.contiguous(), channels  # a dimension of size 1 may keep any stride
     starts = starts_of(batch, tokens, cu_seqlens)
     starts, ends = starts[:-1], starts[1:]
     if lengths is not None:
         ends = starts + lengths.to("cpu", torch.int64).clamp(0, tokens)
-    tensors = (x, x.stride(1), *(dense(t, x.dtype) for t in (weight, bias, initial)))
+    tensors = (x, stride, *(dense(t, x.dtype) for t in (weight, bias, initial)))
     limit = math.inf if limit is None else limit
     return tensors, (starts, ends, len(starts), *weight.shape, silu, limit, x.dtype == torch.bfloat16)
 

@@ -60,6 +60,16 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def searched_once():
+    """What the tests of a module leave stays to the end, too: cached models, and what torch.compile remembers.
+    Otherwise each gc.collect() of torch.compile or of a trainer would search all that was made since the first test.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     import torch

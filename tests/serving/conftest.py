@@ -154,6 +154,7 @@ class Engines:
 
             self.engine.llm_engine.engine_core.shutdown()
             self.engine = self.key = None
+            gc.unfreeze()  # tests/conftest.py froze it at the end of a module
             gc.collect()
             cleanup_dist_env_and_memory()
 

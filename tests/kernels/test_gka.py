@@ -148,3 +148,13 @@ def test_keys_of_any_size(factor):
         want = gradients(inputs, torch.float64, SCHEDULE, weight)
     assert error(got["o"] / factor, want["o"] / factor) <= 0.02
     assert error(got["d v"] / factor, want["d v"] / factor) <= 0.02
+
+
+def test_a_step_reads_queries_in_any_layout(backend):
+    q, k, v = (randn(2, 1, 8, 2, dtype=torch.float32).mT for _ in "qkv")  # [2, 1, 2, 8], heads last in memory
+    log_decay, states = -rand(2, 1, 2, dtype=torch.float32), GKA.draw_state(Shape(2, 1, 2, 2, 8, 8), 2, torch.float32)
+    results = []
+    for inputs in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
+        now = tuple(state.clone() for state in states)
+        results.append((K.gka_step(*inputs, log_decay, None, None, now), *now))
+    assert all(error(got, want) <= 1e-6 for got, want in zip(*results, strict=True))

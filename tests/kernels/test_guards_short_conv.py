@@ -56,6 +56,13 @@ def test_some_channels_of_a_larger_tensor_and_its_steps(backend):
             assert got.is_contiguous() and torch.equal(got, want), name
 
 
+def test_no_rows(backend):
+    x, weight = (randn(*size, dtype=torch.float32).requires_grad_() for size in ((0, 5, 6), (6, 4)))
+    y, final = K.short_conv(x, weight)
+    dx, dweight = torch.autograd.grad(y.sum() + final.sum(), (x, weight))
+    assert y.shape == dx.shape == x.shape and final.shape == (0, 6, 3) and not dweight.any()
+
+
 def test_kept_tables_are_computed_once():
     """Only for boundaries whose owner has asked for it: others may change."""
     bounds = torch.tensor([0, 5, 14], dtype=torch.int32, device=DEVICE)

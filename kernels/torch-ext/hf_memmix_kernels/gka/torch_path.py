@@ -191,7 +191,7 @@ def _solve_token(h: torch.Tensor, q: torch.Tensor, phases: list[int], ridge: flo
     inverse = torch.where(norm == 0, 0.0, 1 / norm)
     a = (h * inverse).view(-1, dim, dim)
     # H is symmetric, so the vectors can be rows; on a CPU this takes a third of the time of columns
-    right = (q[..., None, :] * inverse).view(-1, 1, dim)
+    right = (q[..., None, :] * inverse).reshape(-1, 1, dim)
     x = None
     for iterations in phases:
         r = right if x is None else torch.baddbmm(right - ridge * x, x, a, alpha=-1)

@@ -43,6 +43,10 @@ class _Window:
         rows = self.batch * self.tokens + self.heads.shape[0] * (self.taps - 1)
         return torch.zeros(rows, self.channels, dtype=dtype, device=like.device)
 
+    def by_row(self, buffer: Tensor) -> Tensor:
+        """A flat buffer without cu_seqlens as [B, K-1+T, C]."""
+        return buffer.view(self.batch, self.taps - 1 + self.tokens, self.channels)
+
     def tokens_of(self, buffer: Tensor) -> Tensor:
         """The token rows of a flat buffer, [B, T, C]."""
         return self.tap(buffer, self.taps - 1)
@@ -50,13 +54,13 @@ class _Window:
     def tap(self, buffer: Tensor, j: int) -> Tensor:
         """The input of tap j at every token, [B, T, C]."""
         if self.base is None:
-            return buffer.view(self.batch, -1, self.channels)[:, j : j + self.tokens]
+            return self.by_row(buffer)[:, j : j + self.tokens]
         return buffer[self.base + j][None]
 
     def add_to_tap(self, buffer: Tensor, j: int, value: Tensor) -> None:
         """Adjoint of `tap`, accumulated in place."""
         if self.base is None:
-            buffer.view(self.batch, -1, self.channels)[:, j : j + self.tokens] += value
+            self.by_row(buffer)[:, j : j + self.tokens] += value
         else:
             buffer.index_add_(0, self.base + j, value[0])
 
@@ -66,7 +70,7 @@ class _Window:
         if self.valid is not None:
             x = torch.where(self.valid, x, 0)
         if self.base is None:
-            buffer.view(self.batch, -1, self.channels)[:, self.taps - 1 :] = x
+            self.by_row(buffer)[:, self.taps - 1 :] = x
         else:
             buffer[self.base + self.taps - 1] = x[0].to(dtype)
         if state is not None:

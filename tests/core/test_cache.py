@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache.recurrent import adopt_cache
-from testing import MIXERS, assert_same, in_turn, mixers_of, random_ids, tiny_config, tiny_model
+from testing import MIXERS, assert_same, in_turn, mixers_of, one_each, random_ids, tiny_config, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 
@@ -47,9 +47,7 @@ def test_bytes():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", (None, 24))
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
+@one_each(mixer=MIXERS, layout=("odd", "all"), length=(None, 24))
 def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
     """A static cache allocates the states before the first token; in a dynamic one the mixer makes them."""
     model = tiny_model("llama", layout, mixer, fresh=True).bfloat16()
@@ -69,32 +67,35 @@ def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
                 assert state.dtype == expected, f"{name} is {state.dtype}"
 
 
+WIDE, NARROW = torch.float32, torch.bfloat16
+# every two values meet
+OTHER_DTYPES = [(NARROW, "odd", None), (WIDE, "odd", 24), (NARROW, "all", 24), (WIDE, "all", None)]
+
+
 @torch.no_grad()
-@in_turn(mixer=MIXERS, way=("narrow to wide", "wide to narrow"), length=(None, 24))
-def test_model_of_another_dtype(mixer, way, length, tmp_path):
+@one_each(mixer=MIXERS, case=OTHER_DTYPES)
+def test_model_of_another_dtype(mixer, case, tmp_path):
     """A cache in memory or from a file continues as if its states had been cast before."""
-    for layout in ("odd", "all"):
-        wide = tiny_model("llama", layout, mixer, fresh=True, dtype=torch.float32).bfloat16().float()
-        narrow = copy.deepcopy(wide).bfloat16()
-        writer, reader = (narrow, wide) if way == "narrow to wide" else (wide, narrow)
-        ids = random_ids(2, 7)
-        alive = read(writer, ids, max_cache_len=length)
-        alive.save_pretrained(tmp_path)
-        by_hand = read(reader, ids, max_cache_len=length)  # for its dtypes and places
-        for layer, source in zip(by_hand.layers, alive.layers, strict=True):
-            pairs = [(layer.states[k], v) for k, v in source.states.items()] if hasattr(layer, "states") else []
-            for place, state in pairs or ((layer.keys, source.keys), (layer.values, source.values)):
-                place.copy_(state)
-        for cache in (alive, RecurrentStateCache.from_pretrained(tmp_path)):
-            expected = copy.deepcopy(by_hand)
-            for tokens in (random_ids(2, 1, seed=3), random_ids(2, 3, seed=4)):
-                out, right = (reader(tokens, past_key_values=c).logits for c in (cache, expected))
-                assert_same(out, right, tolerance=0)
-            for layer, other in zip(cache.layers, expected.layers, strict=True):
-                if hasattr(layer, "states"):
-                    assert {k: v.dtype for k, v in layer.states.items()} == {
-                        k: v.dtype for k, v in other.states.items()
-                    }
+    written, layout, length = case
+    wide = tiny_model("llama", layout, mixer, fresh=True, dtype=WIDE).to(NARROW).to(WIDE)
+    narrow = copy.deepcopy(wide).to(NARROW)
+    writer, reader = (narrow, wide) if written == NARROW else (wide, narrow)
+    ids = random_ids(2, 7)
+    alive = read(writer, ids, max_cache_len=length)
+    alive.save_pretrained(tmp_path)
+    by_hand = read(reader, ids, max_cache_len=length)  # for its dtypes and places
+    for layer, source in zip(by_hand.layers, alive.layers, strict=True):
+        pairs = [(layer.states[k], v) for k, v in source.states.items()] if hasattr(layer, "states") else []
+        for place, state in pairs or ((layer.keys, source.keys), (layer.values, source.values)):
+            place.copy_(state)
+    for cache in (alive, RecurrentStateCache.from_pretrained(tmp_path)):
+        expected = copy.deepcopy(by_hand)
+        for tokens in (random_ids(2, 1, seed=3), random_ids(2, 3, seed=4)):
+            out, right = (reader(tokens, past_key_values=c).logits for c in (cache, expected))
+            assert_same(out, right, tolerance=0)
+        for layer, other in zip(cache.layers, expected.layers, strict=True):
+            if hasattr(layer, "states"):
+                assert {k: v.dtype for k, v in layer.states.items()} == {k: v.dtype for k, v in other.states.items()}
 
 
 # ---- rows

@@ -1,6 +1,7 @@
 """Rows that end early, and masks that contradict what the cache was fed; `check_finished_rows` has the usual case."""
 
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -16,7 +17,7 @@ from core.checks import an_end_token, assert_follows, greedy, left_padded
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache import FinishedRows
 from hf_memmix.cache.layer import count_hidden
-from testing import MIXERS, assert_same, in_turn, random_ids, tiny_model, word_tokenizer
+from testing import MIXERS, assert_same, every_third, one_each, random_ids, tiny_model, word_tokenizer
 
 NEW = 9
 REFUSED = "attention_mask hides .* of the .* tokens in the cache in row"
@@ -62,7 +63,7 @@ def batch():
 # ---- caches
 
 
-@in_turn(mixer=MIXERS, kind=(DynamicCache, StaticCache))
+@every_third(("mixer", "kind"), list(zip(MIXERS, itertools.cycle((DynamicCache, StaticCache)))))
 def test_caches_of_the_library(mixer, kind):
     batch = Batch(tiny_model("llama", "odd", mixer))
     cache = DynamicCache() if kind is DynamicCache else StaticCache(config=batch.model.config, max_cache_len=40)
@@ -70,7 +71,7 @@ def test_caches_of_the_library(mixer, kind):
     batch.second_turn(out.sequences, cache, batch.seen())
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@every_third("mixer", MIXERS)
 def test_two_rows(mixer):
     batch = Batch(tiny_model("llama", "all", mixer), prompts=(9, 5))
     assert len(set(batch.lengths)) == 2
@@ -266,10 +267,8 @@ def test_mask_that_contradicts_the_cache(static, mixer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("static", (False, True))
-def test_mask_that_hides_other_tokens_with_equal_sums(static, mixer, layout):
+@one_each(mixer=MIXERS, layout=("odd", "all"), static=(False, True))
+def test_mask_that_hides_other_tokens_with_equal_sums(mixer, layout, static):
     """Pads 1 and 8, and a mask that hides 4 and 7: as many tokens, and equal sums of the squares of their places."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(1, 10)
     mask, wrong = (torch.ones(1, 12, dtype=torch.long) for _ in range(2))

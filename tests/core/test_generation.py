@@ -20,6 +20,7 @@ from testing import (
     assert_same,
     assert_same_tokens,
     base_model,
+    every_third,
     in_turn,
     random_ids,
     tiny_model,
@@ -107,7 +108,7 @@ def test_own_4d_mask(model):
 
 
 @torch.no_grad()
-@in_turn(mixer=MIXERS, layout=("odd", "all"))
+@every_third(("mixer", "layout"), list(zip(MIXERS, itertools.cycle(("odd", "all")))))
 def test_prompt_tuning_of_a_padded_batch(mixer, layout):
     """PEFT puts tokens in front of the prompt after its inputs have been prepared, pads and all."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -176,7 +177,7 @@ def test_masks_are_made_for_attention_layers_only(family, monkeypatch):
 
 
 @torch.no_grad()
-@in_turn(mixer=MIXERS, layout=LAYOUTS)
+@every_third(("mixer", "layout"), list(zip(MIXERS, itertools.cycle(LAYOUTS))))
 def test_samples_on_a_static_cache(mixer, layout):
     """Three samples per prompt: the cache has one row per sample."""
     (ids, mask), out = left_padded([random_ids(1, 7), random_ids(1, 4)]), []

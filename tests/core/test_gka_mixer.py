@@ -60,9 +60,8 @@ def gradients_of(phases, options):
 
 
 CONVERGED = [40, 40, 40]
-FORMS = pytest.mark.parametrize(
-    "options", ({}, *({"sketch_dim": s} for s in (2, 4, 8)), {"use_alpha": False}, {"use_o_norm": False}), ids=str
-)
+SKETCHES = [{"sketch_dim": 4}, *(pytest.param({"sketch_dim": s}, marks=pytest.mark.product) for s in (2, 8))]
+FORMS = pytest.mark.parametrize("options", ({}, *SKETCHES, {"use_alpha": False}, {"use_o_norm": False}), ids=str)
 
 
 @FORMS

@@ -1,6 +1,7 @@
 """Families trained from scratch: presets, files, and the same checks as everybody."""
 
 import functools
+import itertools
 import json
 import pickle
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import hf_memmix
 from core.checks import CHECKS, check_assistant, check_gradient_checkpointing
 from hf_memmix.models import FAMILIES as REGISTERED
-from testing import MODELS, assert_same, build, every_third, family_fields, in_turn, random_ids, randomize
+from testing import MODELS, assert_same, build, every_third, family_fields, random_ids, randomize
 
 every_family = pytest.mark.parametrize("name", MODELS)
 LAYOUTS = [(name, layout) for name, row in MODELS.items() for layout in row["layouts"]]
@@ -29,10 +30,16 @@ def tiny_in_float64(name, layout):
     return tiny(name, layout).double()
 
 
-@in_turn(check=CHECKS, name=MODELS, turn=range(4))
-def test_check(check, name, turn):
-    layouts = [*MODELS[name]["layouts"]]
-    CHECKS[check](tiny_in_float64(name, layouts[turn % len(layouts)]))
+def rows_of_checks():
+    """All pairs of a check and a family; the layouts of the family come in turn."""
+    for (i, check), (j, name) in itertools.product(enumerate(CHECKS), enumerate(MODELS)):
+        layouts = [*MODELS[name]["layouts"]]
+        yield check, name, layouts[(i + j) % 4 % len(layouts)]
+
+
+@every_third(("check", "name", "layout"), list(rows_of_checks()))
+def test_check(check, name, layout):
+    CHECKS[check](tiny_in_float64(name, layout))
 
 
 @every_third(("name", "layout"), LAYOUTS)

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from core.checks import left_padded
 from core.mixer_variants import VARIANTS
 from hf_memmix import RecurrentStateCache
-from testing import LAYOUTS, MIXERS, assert_same, build, random_ids, tiny_config, tiny_model
+from testing import LAYOUTS, MIXERS, assert_same, build, one_each, random_ids, tiny_config, tiny_model
 
 PACKED, GAP = [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 8, 9, 10]
 AGAIN = [0, 1, 2, 3, 3, 4, 5]
@@ -103,9 +103,7 @@ ROTATED = {mixer: options for mixer, options in VARIANTS if options.get("use_rop
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("static", (False, True))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mixer", MIXERS)
+@one_each(mixer=MIXERS, layout=LAYOUTS, static=(False, True))
 def test_pads_have_no_position(mixer, layout, static):
     """Without `position_ids` too, a padded row equals the row alone: in one forward, and in pieces with a cache.
 

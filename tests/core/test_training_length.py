@@ -7,7 +7,7 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlatte
 
 import hf_memmix
 from hf_memmix import MIXERS as MIXER_CLASSES
-from testing import MIXERS, build, mixers_of, random_ids, tiny_config, word_tokenizer
+from testing import MIXERS, build, mixers_of, one_each, random_ids, tiny_config, word_tokenizer
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
 REFUSED = "the longest sequence of this batch has {} tokens, but {} learns only from sequences of at least {},"
@@ -34,7 +34,8 @@ def packed(longest):
     return dict(DataCollatorWithFlattening(return_seq_idx=True)(3 * rows(longest)))
 
 
-every_path = pytest.mark.parametrize("batch", (plain, padded, packed))
+PATHS = (plain, padded, packed)
+every_path = pytest.mark.parametrize("batch", PATHS)
 
 
 def model_of(mixer, lora=False):
@@ -51,10 +52,8 @@ def least_of(model, mixer):
     return MIXER_CLASSES[mixer].minimum_training_length(next(iter(mixers)).options)
 
 
-@every_path
-@pytest.mark.parametrize("lora", (False, True), ids=("model", "lora"))
-@every_mixer
-def test_every_parameter_of_a_mixer_gets_a_gradient_or_an_error_says_why(mixer, lora, batch):
+@one_each(mixer=MIXERS, batch=PATHS, lora=(False, True))
+def test_every_parameter_of_a_mixer_gets_a_gradient_or_an_error_says_why(mixer, batch, lora):
     model = model_of(mixer, lora)
     least = least_of(model, mixer)
     model(**batch(least if least > 2 else LONG), use_cache=False).loss.backward()

@@ -1,5 +1,6 @@
 """All convolutions of a layer and the unit norm after them in one call: as one function after the other in float64."""
 
+import itertools
 import re
 
 import pytest
@@ -54,12 +55,20 @@ CASES = {
 }
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def rows_of_heads():
+    """All combinations; in the rows of `make test`, every two values meet."""
+    for path, case, paged, dtype in itertools.product(range(2), range(4), range(2), range(4)):
+        everyday = DEVICE == "cuda" or dtype == (case + paged + 2 * path) % 4
+        values = ("torch", "triton")[path], [*CASES][case], bool(paged), DTYPES[dtype]
+        yield pytest.param(*values, marks=() if everyday else pytest.mark.product, id="-".join(map(str, values)))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("path", ["torch", "triton"])
-def test_heads_equal_naive(path, case, dtype, paged, monkeypatch, poisoned_empty):
+@pytest.mark.parametrize(("path", "case", "paged", "dtype"), rows_of_heads())
+def test_heads_equal_naive(path, case, paged, dtype, monkeypatch, poisoned_empty):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
     convolutions, cos, sin = draw(*CASES[case], dtype)
     silu, batch = case != "two", len(convolutions[0].x)
@@ -119,8 +128,7 @@ def call(convolutions, *options):
 
 @pytest.mark.compiles
 @torch.no_grad()
-@pytest.mark.parametrize("path", ["torch", "triton"])
-@pytest.mark.parametrize("case", ["gka", "two"])
+@pytest.mark.parametrize(("case", "path"), [("gka", "triton"), ("two", "torch")])
 def test_a_compiled_program_calls_one_op_and_copies_no_state(case, path, monkeypatch):
     """On a GPU, in the place of all convolutions and norms. A copy of a state would take longer than the op."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)

@@ -65,6 +65,8 @@ class Backbone:
         rotates: function of (config, layer_idx): whether the attention of that layer applies the rotary embeddings.
         window: the config may have a `sliding_window`, see `window_of`.
         logits: see `Logits`.
+        changes_embeddings: the model multiplies the embeddings, adds to them or normalises them before its first
+            layer. A server that divides the layers into stages would do it in each of them.
 
     Reasons why a family is refused; the text completes "FAMILY is not supported: REASON".
         refused: no mixer can replace the attention.
@@ -94,6 +96,7 @@ class Backbone:
     rotates: Callable[..., bool] = _every_layer
     window: bool = False
     logits: Logits = Logits()
+    changes_embeddings: bool = False
 
     refused: str | None = None
     no_conversion: str | None = None
@@ -117,6 +120,7 @@ UNLISTED = Backbone(
     feed_forward=("mlp", "feed_forward"),
     window=True,
     logits=Logits("logits_scaling", "logit_scale", "final_logit_softcapping"),
+    changes_embeddings=True,  # unknown
 )
 
 # what several rows share
@@ -139,7 +143,7 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
     {
         "apertus": Backbone(),
         "arcee": Backbone(),
-        "biogpt": Backbone(out="out_proj", rotary=None),
+        "biogpt": Backbone(out="out_proj", rotary=None, changes_embeddings=True),
         "cohere": Backbone(rotary="pairs", interleaved=True, logits=_SCALED),
         "cohere2": Backbone(rotary="pairs", interleaved=True, rotates=_sliding_layers, window=True, logits=_SCALED),
         "cwm": Backbone(window=True),
@@ -167,9 +171,9 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         ),
         "gpt_neox": Backbone(attention=("attention",), qkv=("query_key_value",), out="dense", layout="per_head"),
         "gpt_oss": Backbone(rotary="single", window=True, extra=("sinks",)),
-        "granite": Backbone(logits=_DIVIDED),
-        "granitemoe": Backbone(logits=_DIVIDED),
-        "granitemoeshared": Backbone(logits=_DIVIDED),
+        "granite": Backbone(logits=_DIVIDED, changes_embeddings=True),
+        "granitemoe": Backbone(logits=_DIVIDED, changes_embeddings=True),
+        "granitemoeshared": Backbone(logits=_DIVIDED, changes_embeddings=True),
         "helium": Backbone(interleaved=True),
         "hunyuan_v1_dense": _HUNYUAN,
         "hunyuan_v1_moe": _HUNYUAN,
@@ -217,7 +221,7 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "deepseek_v3": _LATENT,
         "minicpm3": _LATENT,
         "youtu": _LATENT,
-        "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE),
+        "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE, changes_embeddings=True),
         "laguna": Backbone(
             window=True,
             no_conversion=_OUTPUT_GATE,
@@ -240,7 +244,9 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "flint": Backbone(rotates=_sliding_layers, window=True, extra=("sinks",), no_conversion=_UNTESTED),
         "kolibri1": Backbone(rotates=_sliding_layers_or_all, window=True, no_conversion=_UNTESTED),
         "nanochat": Backbone(
-            logits=_CAPPED, no_conversion="its q and k norms have no weights and follow the rotation"
+            logits=_CAPPED,
+            changes_embeddings=True,
+            no_conversion="its q and k norms have no weights and follow the rotation",
         ),
         "persimmon": Backbone(
             no_conversion="its q and k norms are LayerNorms",

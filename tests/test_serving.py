@@ -43,7 +43,7 @@ def vllm_is_here(monkeypatch):
                 dtype=getattr(torch, given.get("dtype", "bfloat16")),
                 max_model_len=int(given.get("max-model-len", 10**6)),
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=int(given.get("tp", 1))),
+            parallel_config=SimpleNamespace(tensor_parallel_size=int(given.get("tp", 1)), pipeline_parallel_size=1),
             cache_config=SimpleNamespace(**cache),
         )
 

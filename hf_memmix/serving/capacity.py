@@ -67,7 +67,8 @@ def capacity(folder: Path, config: MemMixConfig, arguments: list[str], lengths: 
         `states` (per mixer: how many layers, bytes of one sequence in each), `state_bytes`, `bytes` (of one sequence
         by its length, at most the longest that the server takes), `free` (bytes for sequences, None if unknown),
         `memory` (where that number comes from), `on_gpu`, `fit` (sequences by length, None if unknown), `blocks`
-        (bytes that one sequence takes in vLLM's blocks, by length). `free`, `fit` and `blocks` are per device.
+        (bytes that one sequence takes in vLLM's blocks, by length). `free` and `blocks` are per device. The other
+        bytes are those of all stages of a pipeline.
 
     Raises:
         UserError: an option is refused, or no sequence fits.
@@ -102,8 +103,9 @@ def _free_memory(folder: Path, vllm_config) -> tuple[int | None, str]:
         on_cpu = space and not torch.cuda.is_available()  # there the variable is stronger than the option
         return given, f"{CPU_SPACE}={space} GiB" if on_cpu else "--kv-cache-memory-bytes"
     if torch.cuda.is_available():
-        share, ranks = cache.gpu_memory_utilization, vllm_config.parallel_config.tensor_parallel_size
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // ranks
+        share, parallel = cache.gpu_memory_utilization, vllm_config.parallel_config
+        devices = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // devices
         total = torch.cuda.get_device_properties(0).total_memory
         return int(share * total) - weights, f"{share:g} of the GPU's memory without the weights; vLLM measures less"
     return None, f"set {CPU_SPACE} to the GiB that sequences may take"

@@ -22,7 +22,8 @@ SIZES |= {"head_dim": 32, "max_position_embeddings": LONGEST}
 MULTI_HEAD = {"gpt_neox"}  # as many key/value heads as heads, whatever the configuration says
 # some mixtures of experts read one of these fields, some the other
 WIDE_EXPERTS = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
-OTHERS = {"biogpt": {"num_key_value_heads": 2}}
+OTHERS = {"biogpt": {"num_key_value_heads": 2}, "afmoe": {"mup_enabled": True}}
+OTHERS |= dict.fromkeys(("granitemoe", "granitemoeshared"), {"embedding_multiplier": 2.0})
 
 # prompts by name: token ids; several lengths at once, from one token to several blocks
 PROMPTS = {

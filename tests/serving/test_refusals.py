@@ -74,6 +74,7 @@ def test_refused_family(engines, tmp_path):
     assert f"'gpt2' cannot be served by vLLM: {reason}" in message
 
 
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 GIVEN = {
     "--speculative-config (with another method than ngram, or with vLLM before 0.29)": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -88,7 +89,13 @@ GIVEN = {
         "distributed_executor_backend": "mp",
     },
     "--enable-lora (on a CPU)": {"enable_lora": True},
-    "--pipeline-parallel-size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "--pipeline-parallel-size (with a family that changes the embeddings before the first layer)": {
+        **STAGES,
+        "hf_overrides": {"backbone_model_type": "granite"},
+    },
+    "--pipeline-parallel-size (with --enforce-eager on a CPU)": {**STAGES, "enforce_eager": True},
+    "--pipeline-parallel-size (with --speculative-config, --enable-lora, --quantization, --runner pooling or"
+    " --states)": {**STAGES, "runner": "pooling"},
     "--decode-context-parallel-size and --prefill-context-parallel-size": {
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,

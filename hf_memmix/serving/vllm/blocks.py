@@ -107,8 +107,10 @@ def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> di
         layers = vllm_config.compilation_config.static_forward_context
         specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
         resolve_layout(vllm_config, specs)
+        stages = _stages(specs, vllm_config)
         try:
-            (blocks,) = get_kv_cache_configs(vllm_config, [specs], [memory])
+            # the blocks have the same groups and the same number in all stages
+            blocks, *_ = get_kv_cache_configs(vllm_config, stages, [memory] * len(stages))
         except ValueError as error:
             raise UserError(_line(error)) from error
         longest, found = model.max_model_len, {}
@@ -116,6 +118,17 @@ def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> di
             model.max_model_len = length
             found[length] = get_max_concurrency_for_kv_cache_config(vllm_config, blocks)
         model.max_model_len = longest
+    return found
+
+
+def _stages(specs: dict, vllm_config) -> list[dict]:
+    """What the layers of each stage of the pipeline store."""
+    from vllm.distributed.utils import get_pp_indices
+
+    stages, found = vllm_config.parallel_config.pipeline_parallel_size, []
+    for stage in range(stages):
+        start, end = get_pp_indices(len(specs), stage, stages)
+        found.append({name: spec for name, spec in specs.items() if start <= int(name.split(".")[1]) < end})
     return found
 
 

@@ -12,6 +12,8 @@ ATTENTION_NAME = "attn"  # of vLLM's attention
 class KeptAttention:
     """Attention in the layers alone that have kept it. Goes before a class of the Transformers backend."""
 
+    attention_backend = None  # the class of vLLM that computes attention, once its place in memory is to be known
+
     def memory_layers(self) -> dict[int, str]:
         """The layers without attention: path of their mixer in this module by index."""
         raise NotImplementedError
@@ -38,7 +40,9 @@ class KeptAttention:
         super()._create_attention_instances(*prefix)
         for path in layers.values():
             module = self.get_submodule(path)
-            del self._table()[getattr(module, ATTENTION_NAME).layer_name]
+            surplus = getattr(module, ATTENTION_NAME)
+            self.attention_backend = surplus.get_attn_backend()
+            del self._table()[surplus.layer_name]
             delattr(module, ATTENTION_NAME)
         self.connect_memories(*prefix or ("",))
 

@@ -15,7 +15,9 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from ...mixers import MemoryMixer
 from ...mixers.pages import carve, page_layout, write_pages
+from .config import mixers_of, original_config
 from .metadata import MemoryBackend, MemoryMetadata
+from .parameters import local_sizes
 
 # all states of a sequence are one array for vLLM. It is not uint8: vLLM 0.26 finds out strides by an empty tensor in
 # fp32 with as many elements as all pages have, which would be four times their memory
@@ -30,13 +32,14 @@ class MemoryLayer(MambaBase):
         name: the layer's name in vLLM's tables.
         vllm_config: of the model.
         page_size: bytes, at least those of the states.
+        backend: what makes the metadata of a batch.
 
     Raises:
         ValueError: the name is taken.
     """
 
-    def __init__(self, mixer: MemoryMixer, name: str, vllm_config, page_size: int):
-        self.mixer, self.name = mixer, name
+    def __init__(self, mixer: MemoryMixer, name: str, vllm_config, page_size: int, backend=MemoryBackend):
+        self.mixer, self.name, self.backend = mixer, name, backend
         self.dtype, self.device = vllm_config.model_config.dtype, vllm_config.device_config.device
         self.shapes = mixer.state_shapes(1, self.dtype)
         self.page_bytes = page_size
@@ -62,7 +65,7 @@ class MemoryLayer(MambaBase):
         return MambaAttentionBackendEnum.LINEAR
 
     def get_attn_backend(self) -> type[MemoryBackend]:
-        return MemoryBackend
+        return self.backend
 
     @property
     def kv_cache(self) -> tuple[Tensor, ...]:
@@ -166,8 +169,16 @@ def page_sizes(mixers: dict[str, MemoryMixer], vllm_config) -> dict[str, int]:
 
     With prefix caching all pages are equally large: 0.26 can then copy the states of models with several mixers.
     """
-    sizes = {path: page_bytes(mixer, vllm_config.model_config.dtype) for path, mixer in mixers.items()}
-    return dict.fromkeys(sizes, max(sizes.values())) if vllm_config.cache_config.enable_prefix_caching else sizes
+    if vllm_config.cache_config.enable_prefix_caching:
+        return dict.fromkeys(mixers, largest_page(vllm_config))
+    return {path: page_bytes(mixer, vllm_config.model_config.dtype) for path, mixer in mixers.items()}
+
+
+def largest_page(vllm_config) -> int:
+    """The bytes of the largest page of a model, in whichever stage of a pipeline it is."""
+    ranks, dtype = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.dtype
+    mixers = mixers_of(original_config(vllm_config.model_config.hf_config))
+    return max(page_bytes(local_sizes(mixer, ranks), dtype) for mixer in mixers)
 
 
 def metadata_of(batch: dict | None, name: str) -> MemoryMetadata | None:

@@ -151,3 +151,12 @@ class MemoryBackend(AttentionBackend):
     @classmethod
     def is_ssm(cls) -> bool:
         return True
+
+
+def backend_beside(attention: type[AttentionBackend]) -> type[MemoryBackend]:
+    """For models with both: a stage of a pipeline that has no attention must lay out its memory as the others do."""
+
+    class Beside(MemoryBackend):
+        supported_kv_cache_layouts = attention.supported_kv_cache_layouts  # from 0.32
+
+    return Beside

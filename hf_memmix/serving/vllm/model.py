@@ -20,14 +20,15 @@ from vllm.model_executor.models.transformers import (
 
 from ..._transformers import load_every_tensor
 from ...backbones import backbone_of
-from ...mixers import FeedForward, MemoryMixer
+from ...mixers import ATTENTION, FeedForward, MemoryMixer
 from ...swap import decoder_layers, modules_of, swap_attention, swap_feed_forward
 from .compat import KeptAttention
-from .config import mixers_of, original_config
+from .config import original_config
 from .joined import JoinedLayers
-from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape, page_sizes
+from .layer import PAGE_DTYPE, MemoryLayer, largest_page, page_shape, page_sizes
 from .loading import CheckpointNames, check_loaded, check_not_packed, forget_packed_weights, mark_unloaded
-from .parameters import local_sizes, replace_parameters
+from .metadata import MemoryBackend, backend_beside
+from .parameters import replace_parameters
 from .shared_class import share_class
 
 
@@ -43,10 +44,7 @@ class MemMixMixin(KeptAttention):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config) -> tuple[tuple[int, ...], ...]:
         """One state: the bytes of the largest page. vLLM makes all pages of a model equally large."""
-        config = original_config(vllm_config.model_config.hf_config)
-        dtype = vllm_config.model_config.dtype
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        return page_shape(max(page_bytes(local_sizes(mixer, ranks), dtype) for mixer in mixers_of(config)))
+        return page_shape(largest_page(vllm_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config) -> tuple[torch.dtype, ...]:
@@ -95,8 +93,8 @@ class MemMixMixin(KeptAttention):
         load_every_tensor(self.model)
         super()._create_hf_to_vllm_mapper()
 
-    def recursive_replace(self):
-        """Put in the mixers, and let the base class replace everything else."""
+    def pipeline_parallel(self):
+        """Put in the mixers, and let the base class take out the layers of other stages."""
         base = self.model
         with torch.device("meta"):
             swap_attention(base, self.memmix_config)
@@ -105,6 +103,11 @@ class MemMixMixin(KeptAttention):
             # they pass on padding and packing, which do not exist here
             layer._forward_pre_hooks.clear()
             layer._forward_pre_hooks_with_kwargs.clear()
+        super().pipeline_parallel()
+
+    def recursive_replace(self):
+        """Keep the mixers, and let the base class replace everything else."""
+        base = self.model
         own = modules_of(base, (MemoryMixer, FeedForward))
         for path in own:
             base.set_submodule(path, nn.Identity())
@@ -122,8 +125,11 @@ class MemMixMixin(KeptAttention):
 
     def connect_memories(self, prefix: str):
         """For `KeptAttention`: enter the mixers into vLLM's table of layers with a cache."""
+        stages, kept = self.pp_group.world_size, ATTENTION in self.memmix_config.mixer_types
+        beside = self.attention_backend if stages > 1 and kept else None
+        backend = MemoryBackend if beside is None else backend_beside(beside)
         for path, size in page_sizes(self.mixers, self.vllm_config).items():
-            MemoryLayer(self.mixers[path], f"{prefix}.model.{path}".lstrip("."), self.vllm_config, size)
+            MemoryLayer(self.mixers[path], f"{prefix}.model.{path}".lstrip("."), self.vllm_config, size, backend)
 
     def load_weights(self, weights):
         """As in vLLM, but raise ValueError if the checkpoint lacks a parameter; vLLM does not check linear layers.

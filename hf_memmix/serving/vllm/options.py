@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ...backbones import BACKBONES, backbone_of
 from ...errors import UserError
 from ...mixers import ATTENTION
 from .versions import SPECULATION_SINCE, STATES_SINCE, installed_version, numbers_of
 
 STATES = "MemMixStates"  # the connector of states.py
+CHANGE_EMBEDDINGS = ", ".join(sorted(name for name, row in BACKBONES.items() if row.changes_embeddings))
 CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
@@ -60,9 +62,22 @@ REFUSALS = (
         " the adapter into the model (merge_and_unload of PEFT), serve the saved folder, and leave the option out",
     ),
     Refusal(
-        "--pipeline-parallel-size",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "pipeline parallelism is not supported with memory mixers; use --tensor-parallel-size",
+        "--pipeline-parallel-size (with a family that changes the embeddings before the first layer)",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1 and _repeats_steps(c),
+        "vLLM's Transformers backend repeats this change before the first layer of every stage, so the answers of"
+        f" {CHANGE_EMBEDDINGS} would be wrong; use --tensor-parallel-size",
+    ),
+    Refusal(
+        "--pipeline-parallel-size (with --enforce-eager on a CPU)",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1 and _never_warms_up(c),
+        "vLLM makes the buffers between the stages in a first run, which it leaves out on a CPU if it does not compile"
+        " the model, so the first request fails, also that of a transformer; leave --enforce-eager out",
+    ),
+    Refusal(
+        "--pipeline-parallel-size (with --speculative-config, --enable-lora, --quantization, --runner pooling or"
+        " --states)",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1 and _needs_one_stage(c),
+        "not tested together; use --tensor-parallel-size, or one GPU",
     ),
     Refusal(
         "--decode-context-parallel-size and --prefill-context-parallel-size",
@@ -140,6 +155,21 @@ def quantised_while_loading(vllm_config) -> bool:
     model = vllm_config.model_config
     plain = vllm_config.lora_config is None and vllm_config.parallel_config.tensor_parallel_size == 1
     return plain and model.quantization == "torchao" and getattr(model.hf_config, "quantization_config", None) is None
+
+
+def _repeats_steps(vllm_config) -> bool:
+    return backbone_of(vllm_config.model_config.hf_config).changes_embeddings
+
+
+def _never_warms_up(vllm_config) -> bool:
+    never_compiles = vllm_config.model_config.enforce_eager or vllm_config.compilation_config.mode == 0
+    return vllm_config.device_config.device_type == "cpu" and never_compiles
+
+
+def _needs_one_stage(vllm_config) -> bool:
+    model = vllm_config.model_config
+    given = (vllm_config.speculative_config, vllm_config.lora_config, vllm_config.kv_transfer_config)
+    return any(given) or model.quantization is not None or model.runner_type == "pooling"
 
 
 def longest_with_fixed_rotation(config) -> float:

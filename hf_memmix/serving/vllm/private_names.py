@@ -55,7 +55,8 @@ _RELOAD = "model_executor.model_loader.reload"
 NAMES = (
     Name(_BASE, ("_patch_config",), "overridden: from there on the configuration is that of the backbone"),
     Name(_BASE, ("_create_hf_to_vllm_mapper",), "overridden: no tensor of a checkpoint is dropped"),
-    Name(_BASE, ("recursive_replace",), "overridden: the mixers are put in before"),
+    Name(_BASE, ("pipeline_parallel",), "overridden: the mixers are put in before"),
+    Name(_BASE, ("recursive_replace",), "overridden: the mixers are kept"),
     Name(_BASE, ("load_weights",), "overridden: a checkpoint must be complete", ("weights",)),
     Name(
         _BASE,

@@ -124,7 +124,7 @@ def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch)
         assert (steps - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
-@pytest.mark.parametrize("mixer", ["gka", "lattice"])  # the sequences of the others have no native code
+@pytest.mark.parametrize("mixer", ["gka", "lattice", "mamba2", "kda"])
 @both_dtypes
 def test_training(mixer, dtype, on_both_paths):
     model = tiny_model("llama", "first", mixer, dtype=dtype, fresh=True).train()

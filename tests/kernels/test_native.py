@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from hf_memmix_kernels import (
     _native,
     chunk_gka,
+    chunk_gla,
     chunk_lattice,
     coffee_step,
     gka_step,
@@ -209,7 +210,7 @@ def test_the_exponential_is_right_for_every_argument(tmp_path):
     assert y.isnan().all()
 
 
-@pytest.mark.parametrize("name", ["gka", "lattice_dec", "lattice_enc", "coffee"])
+@pytest.mark.parametrize("name", ["gka", "lattice_dec", "lattice_enc", "coffee", "gla", "gated_delta"])
 def test_threads_do_not_change_the_result(name, monkeypatch):
     op = next((op for op in OPS if op.name == name), next(op for op in OPS if op.name.startswith(name[:7])))
     shape = Shape(3, 70, 4, 4, 16, 16)
@@ -275,7 +276,7 @@ def test_gradients_take_the_torch_path(monkeypatch):
     assert torch.isfinite(x.grad).all() and x.grad.any()
 
 
-@pytest.mark.parametrize(("name", "wrapped"), [("gka", "v"), ("lattice", "v"), ("coffee", "u")])
+@pytest.mark.parametrize(("name", "wrapped"), [("gka", "v"), ("lattice", "v"), ("coffee", "u"), ("gla", "v")])
 def test_torch_func_gives_the_gradient_of_native_code(name, wrapped, monkeypatch):
     """Tensors that torch.func wraps have no memory for native code; what reads them is the torch path."""
     op = next(op for op in OPS if op.name.startswith(name))
@@ -308,7 +309,7 @@ def steps_and_sequences():
     found += [unit_heads(q, None, None, 1e-6), *decay(x, weight[:, 0], weight[:, 1])]
     found.append(gated_norm(q, k, weight[:, 0], 1e-6))
     leaf = q.clone().requires_grad_()
-    for call in (chunk_gka, chunk_lattice):
+    for call in (chunk_gka, chunk_lattice, chunk_gla):
         o, final = call(leaf, k, v, gates if call is chunk_lattice else -gates)
         found += [o.detach(), *torch.autograd.grad(o.square().sum(), leaf)]
     return found
@@ -359,7 +360,7 @@ def test_pages_that_do_not_exist_are_refused(page, monkeypatch):
     assert not pool.any()
 
 
-@pytest.mark.parametrize("op", [chunk_gka, chunk_lattice])
+@pytest.mark.parametrize("op", [chunk_gka, chunk_lattice, chunk_gla])
 def test_packed_boundaries(op, monkeypatch):
     """Boundaries outside of the tokens are refused; the output of tokens of no sequence is zero."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
@@ -374,7 +375,7 @@ def test_packed_boundaries(op, monkeypatch):
 def test_no_rows(monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
     t, gates = torch.ones(0, 3, 2, 8), torch.zeros(0, 3, 2)
-    for op in (chunk_gka, chunk_lattice):
+    for op in (chunk_gka, chunk_lattice, chunk_gla):
         assert op(t, t, t, gates)[0].shape == t.shape
 
 

@@ -85,7 +85,7 @@ def _own_folder() -> Path:
 
 def _key(source: Path, command: str) -> str:
     found = os.stat(command)
-    parts = [source.read_bytes(), (ROOT / "native.h").read_bytes()]
+    parts = [file.read_bytes() for file in (source, *sorted(ROOT.glob("*.h")))]
     settings = repr((FLAGS, TARGETS, os.path.realpath(command), found.st_size, found.st_mtime_ns))
     parts += [text.encode(errors="surrogateescape") for text in (settings, _processor())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]

@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#define INLINE inline __attribute__((always_inline))
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // bfloat16: the upper half of a float32
@@ -122,15 +123,17 @@ struct Sum {
     void operator+=(Lanes x) { wide += x; }
     void operator+=(float x) { rest += x; }
     float total() const {
-        float found = rest;
-        for (int i = 0; i < LANES; ++i) found += wide[i];
-        return found;
+        typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+        const Four* parts = reinterpret_cast<const Four*>(&wide);
+        Four sum = parts[0];
+        for (int i = 1; i < LANES / 4; ++i) sum += parts[i];
+        return rest + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
 };
 
 // columns(i, kind) for all columns: whole `Lanes` of them (Wide), then one by one (One)
 template <class Body>
-inline void over_columns(int D, Body columns) {
+INLINE void over_columns(int D, Body columns) {
     int i = 0;
     for (; i + LANES <= D; i += LANES) columns(i, Wide());
     for (; i < D; ++i) columns(i, One());
@@ -138,7 +141,7 @@ inline void over_columns(int D, Body columns) {
 
 // body(row, number of rows) for all rows
 template <class Body>
-inline void over_rows(int count, Body body) {
+INLINE void over_rows(int count, Body body) {
     int row = 0;
     for (; row + ROWS <= count; row += ROWS) body(row, std::integral_constant<int, ROWS>());
     for (; row < count; ++row) body(row, std::integral_constant<int, 1>());

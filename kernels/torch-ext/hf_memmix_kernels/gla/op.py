@@ -3,21 +3,28 @@
 import torch
 from torch import Tensor
 
+from .. import _native_memory
 from .._common import check_shared_heads, dense, start_state
 from .._dispatch import native_library, use_triton
 from .._groups import flat
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
 from .arguments import Inputs, Token, Upstream
-from .native_path import gla_step_native
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
 CHUNK_SIZES = (16, 32, 64, 128)
 
 
+def _native(state: Tensor, *tensors: Tensor | None):
+    """The native code, if it should run on these tensors; else None."""
+    return native_library("gla", *tensors) if state.dtype == torch.float32 else None
+
+
 @chunk_op("hf_memmix::gla_fwd")
 @flat(Inputs)
 def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
+    if library := _native(a.initial_state, *a[:7]):
+        return _native_memory.forward(library, "gla", a)
     fwd = module(".launch", __package__).gla_fwd_triton if use_triton(a.q, "gla") else gla_fwd_torch
     return fwd(*a)
 
@@ -31,8 +38,12 @@ def _(a):
 @chunk_op("hf_memmix::gla_bwd")
 @flat(Upstream, Inputs)
 def _bwd(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    bwd = module(".launch", __package__).gla_bwd_triton if use_triton(a.q, "gla") else gla_bwd_torch
-    *grads, dbeta, dskip, dinitial = bwd(*upstream, *a)
+    if library := _native(a.initial_state, *a[:7], *upstream):
+        grads = _native_memory.backward(library, "gla", upstream, a)
+    else:
+        bwd = module(".launch", __package__).gla_bwd_triton if use_triton(a.q, "gla") else gla_bwd_torch
+        grads = bwd(*upstream, *a)
+    *grads, dbeta, dskip, dinitial = grads
     # results of a registered op are tensors
     dbeta, dskip = (a.log_decay.new_empty(0) if t is None else t for t in (dbeta, dskip))
     return *grads, dbeta, dskip, dinitial
@@ -67,8 +78,8 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @step_op("hf_memmix::gla_step", mutates_args=("state",))
 @flat(Token)
 def _step(token: Token) -> Tensor:
-    if token.state.dtype == torch.float32 and (library := native_library("gla", *token[:7])):
-        return gla_step_native(library, token)
+    if library := _native(token.state, *token[:7]):
+        return _native_memory.step(library, "gla", token)
     if use_triton(token.q, "gla"):
         from .launch import gla_step_triton as step
     else:

@@ -131,6 +131,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.product_rows(r"plain-(?!report\])")  # all commands ask one function what begins a row
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("tokenizer", ["bos", "plain"])
 def test_every_row_that_a_command_reads_begins_with_bos(workspace, tmp_path, seen, name, tokenizer):

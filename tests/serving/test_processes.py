@@ -1,6 +1,7 @@
 """What runs in processes of its own: the server and its clients, tensor parallelism, vLLM with other models."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from greedy import ask, assert_greedy, references_of, tokens_of
@@ -20,6 +22,7 @@ from serving_cases import ASSET, DIVIDED
 from tiny_teachers import CHAT
 
 GRACE = 60  # seconds in which the server lets open requests finish
+TEXT = "When he came to the city, he"
 # prints whether vLLM's tables were changed by the plugin, for a process that has loaded all plugins
 PLAIN = """
 import sys
@@ -81,18 +84,14 @@ def test_two_ranks(case, engines):
     assert_greedy(tokens_of(ask(engine, references)), references)
 
 
-@pytest.fixture
-def server(folders, tmp_path):
-    """The address of `memmix serve` of the bundled model with a chat template, and its process."""
+@contextlib.contextmanager
+def started(command: list[str], log: Path):
+    """The address of a server that this command of Python starts, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    folder = shutil.copytree(ready(folders / ASSET), tmp_path / ASSET)
-    (folder / "chat_template.jinja").write_text(CHAT)
-    command = [sys.executable, "-m", "hf_memmix_cli", "serve", str(folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
-    command += ["--shutdown-timeout", str(GRACE)]
-    log = folders / "server.log"
+    command = [sys.executable, "-m", *command, "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]
+    command += ["--enforce-eager", "--served-model-name", "tiny", "--shutdown-timeout", str(GRACE)]
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
@@ -107,7 +106,6 @@ def server(folders, tmp_path):
                 time.sleep(1)
         else:
             pytest.fail(log.read_text()[-4000:])
-        assert "states of one sequence, whatever its length: 5 x gka of" in log.read_text()
         yield address, process
     finally:
         if process.poll() is None:
@@ -115,41 +113,61 @@ def server(folders, tmp_path):
             process.wait(60)
 
 
-@pytest.mark.cases(ASSET)
-def test_server_answers_concurrent_clients(server, folders):
-    """Completions and chats; and those that are open when the server is told to end."""
-    references = references_of(folders, ASSET, "plain")
-    address, process = server
+def ask_server(address: str, path: str, **options) -> dict:
+    """The first answer."""
+    fields = {"model": "tiny", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{address}/v1/{path}",
+        data=json.dumps(fields | options).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    return json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]
 
-    def ask_server(path, **options):
-        fields = {"model": "tiny", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{address}/v1/{path}",
-            data=json.dumps(fields | options).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        return json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]
 
-    def complete(prompt, **options):
-        return ask_server("completions", prompt=prompt, **options)
-
-    with concurrent.futures.ThreadPoolExecutor(len(references)) as clients:
-        answers = list(clients.map(lambda r: complete(r["prompt"], return_token_ids=True), references))
-    assert_greedy([answer["token_ids"] for answer in answers], references)
-    text = "When he came to the city, he"
-    answer = complete(text)["text"]
-    assert answer.strip()
-    echoed = complete(text, echo=True, logprobs=1)
-    assert echoed["text"] == text + answer
-    assert len(echoed["logprobs"]["token_logprobs"]) > 16 and echoed["logprobs"]["token_logprobs"][0] is None
-    first = complete(text, stop=answer.split()[1])
-    assert first["finish_reason"] == "stop" and first["text"] == answer[: answer.index(answer.split()[1])]
-    chat = ask_server("chat/completions", messages=[{"role": "user", "content": text}])
-    assert chat["message"]["content"].strip() and chat["message"]["role"] == "assistant"
+def assert_open_requests_end(address: str, process):
+    """A request that is open when the server is told to end gets its whole answer, and then the server ends."""
     with concurrent.futures.ThreadPoolExecutor(1) as clients:
-        answer = clients.submit(complete, text, max_tokens=400, return_token_ids=True)
+        answer = clients.submit(ask_server, address, "completions", prompt=TEXT, max_tokens=400, return_token_ids=True)
         time.sleep(1)
         assert not answer.done()
         process.send_signal(signal.SIGTERM)
         assert len(answer.result()["token_ids"]) == 400
     process.wait(GRACE + 30)
+    assert process.returncode == 0
+
+
+@pytest.mark.cases(ASSET)
+def test_server_answers_concurrent_clients(folders, tmp_path):
+    """Completions and chats; and those that are open when the server is told to end."""
+    references = references_of(folders, ASSET, "plain")
+    folder = shutil.copytree(ready(folders / ASSET), tmp_path / ASSET)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    log = folders / "server.log"
+    with started(["hf_memmix_cli", "serve", str(folder)], log) as (address, process):
+        assert "states of one sequence, whatever its length: 5 x gka of" in log.read_text()
+
+        def complete(prompt, **options):
+            return ask_server(address, "completions", prompt=prompt, **options)
+
+        with concurrent.futures.ThreadPoolExecutor(len(references)) as clients:
+            answers = list(clients.map(lambda r: complete(r["prompt"], return_token_ids=True), references))
+        assert_greedy([answer["token_ids"] for answer in answers], references)
+        answer = complete(TEXT)["text"]
+        assert answer.strip()
+        echoed = complete(TEXT, echo=True, logprobs=1)
+        assert echoed["text"] == TEXT + answer
+        assert len(echoed["logprobs"]["token_logprobs"]) > 16 and echoed["logprobs"]["token_logprobs"][0] is None
+        first = complete(TEXT, stop=answer.split()[1])
+        assert first["finish_reason"] == "stop" and first["text"] == answer[: answer.index(answer.split()[1])]
+        chat = ask_server(address, "chat/completions", messages=[{"role": "user", "content": TEXT}])
+        assert chat["message"]["content"].strip() and chat["message"]["role"] == "assistant"
+        assert_open_requests_end(address, process)
+
+
+def test_a_transformer_ends_open_requests_alike(tmp_path):
+    """The control of the test above: the model that was converted, served by vLLM alone."""
+    from hf_memmix.assets import asset_path
+
+    command = ["vllm.entrypoints.cli.main", "serve", str(asset_path("tiny_teacher"))]
+    with started(command, tmp_path / "server.log") as (address, process):
+        assert_open_requests_end(address, process)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,8 +154,8 @@ def test_a_model_with_a_chat_template_chats(vllm_is_here, monkeypatch, tmp_path)
     """vLLM gets the file of the template, unless one is named. A template in the tokenizer config it finds itself."""
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments[4:]))
-    for file in TINY.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    # the bundled folder has a folder itself once Python has compiled the module in it, as compileall and pip do
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     template = tmp_path / "chat_template.jinja"
     assert json.loads(memmix("serve", "--json", tmp_path).stdout)["chat_template"] is None
     config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": CHAT}

@@ -32,6 +32,7 @@ from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, Trai
 from hf_memmix.conversion.taken_mixers import take_mixers
 from hf_memmix.errors import UserError
 from hf_memmix.hub import model_folder
+from hf_memmix.mixer_names import DEFAULT_MIXER
 from hf_memmix.mixers import ATTENTION, MemoryMixer
 from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import fp32_parameter_names, memory_mixers
@@ -72,8 +73,8 @@ def convert_model(
 
     Args:
         teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder or Hub id of one.
-        mixer: name of a registered mixer that can be initialised from attention, "gka" by default. It replaces the
-            attention of all layers outside `keep`.
+        mixer: name of a registered mixer that can be initialised from attention, `DEFAULT_MIXER` by default. It
+            replaces the attention of all layers outside `keep`.
         keep: layers that stay attention, see `layers_to_keep`; none by default.
         layers: in place of `mixer` and `keep`, the layers of several mixers, see `mixer_types_of`.
         mixers: options by the name of the mixer, e.g. `{"gka": {"solver_phases": [30]}}`.
@@ -173,7 +174,7 @@ def _types(mixer: str | None, keep, layers: Layers | None, num_layers: int) -> l
                 ' {"attention": [...]}'
             )
         return mixer_types_of(layers, num_layers)
-    mixer = "gka" if mixer is None else mixer
+    mixer = DEFAULT_MIXER if mixer is None else mixer
     start_of(mixer)  # an unknown mixer is refused before anything else
     kept = layers_to_keep("none" if keep is None else keep, num_layers)
     return [ATTENTION if i in kept else mixer for i in range(num_layers)]

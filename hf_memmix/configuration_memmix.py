@@ -136,6 +136,9 @@ class MemMixConfig(PreTrainedConfig):
                 mixers[name] = MIXERS[name].options_class.from_dict(mixers.get(name) or {}).to_dict()
             except ValueError as error:
                 raise UserError(f"mixers[{name!r}]: {error}") from error
+        if any(mixers[kind]["local_window"] for kind in set(kinds) - {ATTENTION}):
+            # those of the windows beside memories are saved, too
+            mixers.setdefault("window", MIXERS["window"].options_class().to_dict())
         check_without_rope(self, kinds)
         if self._is_frozen:
             return  # they are complete, because a model was built from them

@@ -1,10 +1,12 @@
-"""The names of the mixers, for checks that come before a mixer, which needs torch, is imported."""
+"""The names of the mixers, for checks that come before a mixer, which needs torch, is imported; and the defaults."""
 
 import sys
 
 from .errors import UserError
 
 ATTENTION = "attention"  # stands in `mixer_types` for a layer that stays attention
+DEFAULT_MIXER = "window"  # of a conversion; README.md, "Quality", says why
+DEFAULT_SINKS = 1  # first tokens that a window reads: without them the KL doubles (training/experiments/smollm2)
 BUILT_IN = ("window", "coffee", "gated_delta", "gka", "kda", "lattice", "mamba2", "ska")
 
 

@@ -4,7 +4,7 @@ from torch import nn
 from transformers.utils import is_torchdynamo_compiling
 
 from .errors import UserError
-from .mixers import MemoryMixer
+from .mixers import ATTENTION, MemoryMixer
 from .token_layout import TokenLayout
 
 EVERY_MIXER = 2  # tokens; a loss of the next token takes two
@@ -19,6 +19,12 @@ def slow_learners(model: nn.Module) -> list[MemoryMixer]:
 def training_lengths(base: nn.Module) -> dict[str, int]:
     """`MemoryMixer.minimum_training_length` of those mixers of a model that need more tokens than others, by name."""
     return {mixer.name: mixer.minimum_training_length(mixer.options) for mixer in slow_learners(base)}
+
+
+def only_window(config) -> int | None:
+    """The tokens of the windows of a model without other mixers, else None. Up to this length they are attention."""
+    kinds = {*config.mixer_types} - {ATTENTION}
+    return config.mixers["window"]["window"] if kinds == {"window"} else None
 
 
 def check_training_length(base: nn.Module, length: int, layout: TokenLayout):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cli_runner import SMALL, memmix, result_of
+from hf_memmix.mixer_names import DEFAULT_MIXER
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 
@@ -19,7 +20,7 @@ def workspace(tmp_path):
 def test_from_teacher_to_generated_text(workspace):
     at = {name: workspace / name for name in ("teacher", "s0", "s1", "s2", "text.txt")}
     run = memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--keep-layers", "1", "--json",
-                 "--option", "solver_phases=[21]")  # fmt: skip
+                 "--mixer", "gka", "--option", "solver_phases=[21]")  # fmt: skip
     assert result_of(run)["kept"] == [1]
     assert json.loads((at["s0"] / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == [21]
     pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
@@ -74,7 +75,7 @@ def test_mistakes_are_one_clear_line(workspace):
     select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "s"]
     pair = ["--student", workspace / "teacher", "--teacher", workspace / "teacher", "--text", workspace / "text.txt"]
     for command, message in (
-        ([*convert, "--option", "solver_phases=5"], "solver_phases=5"),
+        ([*convert, "--option", "window=0"], "window=0"),
         ([*convert, "--layers", "ska=0 gka=1", "--option", "rank=4"], "rank is an option of one mixer"),
         (["report", *pair], "convert it"),
         ([*select, "--keep-count", "2"], "keep is 2"),
@@ -112,7 +113,7 @@ def test_broken_folders_are_one_clear_line(workspace, file, content, message):
 
 def test_numbers_that_yaml_reads_as_text(workspace):
     result_of(memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", "--json",
-                     "--option", "ridge=1e-2"))  # fmt: skip
+                     "--mixer", "gka", "--option", "ridge=1e-2"))  # fmt: skip
     assert json.loads((workspace / "s" / "config.json").read_text())["mixers"]["gka"]["ridge"] == 0.01
 
 
@@ -127,13 +128,13 @@ def test_an_option_given_twice_is_a_warning(workspace):
                  "--keep-layers", "0", "--keep-layers", "1", "--json")  # fmt: skip
     result_of(run)
     assert "warning: --keep-layers is given 2 times; only the last value counts: 1" in run.stderr
-    assert json.loads((workspace / "s" / "config.json").read_text())["mixer_types"] == ["gka", "attention"]
+    assert json.loads((workspace / "s" / "config.json").read_text())["mixer_types"] == [DEFAULT_MIXER, "attention"]
 
 
 def test_switches_and_repeatable_options_may_be_given_twice(workspace):
     command = ["convert", "--teacher", workspace / "teacher", "--out", workspace / "s", "--json", "--json"]
-    run = memmix(*command, "--option", "ridge=0.1", "--option", "chunk_size=32")
+    run = memmix(*command, "--option", "window=8", "--option", "sinks=0")
     result_of(run)
     assert "warning" not in run.stderr
-    options = json.loads((workspace / "s" / "config.json").read_text())["mixers"]["gka"]
-    assert (options["ridge"], options["chunk_size"]) == (0.1, 32)
+    options = json.loads((workspace / "s" / "config.json").read_text())["mixers"][DEFAULT_MIXER]
+    assert (options["window"], options["sinks"]) == (8, 0)

@@ -22,7 +22,7 @@ TRIMS = CHAT.replace("m.content", "m.content[:1]")  # changes what the model has
 def student(keep):
     """A student that keeps these layers; for None its teacher."""
     teacher = tiny_teacher("llama", layers=2, vocab_size=300)
-    return teacher if keep is None else convert_model(teacher, keep=keep)
+    return teacher if keep is None else convert_model(teacher, "gka", keep=keep)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.written import MARKER, mark_folder
+from hf_memmix.mixers import WindowOptions
 from hf_memmix.training.card_inputs import read_plan
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -21,7 +22,8 @@ def workspace(tmp_path):
         tiny_teacher("llama", layers=layers).save_pretrained(tmp_path / name)
         tiny_tokenizer().save_pretrained(tmp_path / name)
     (tmp_path / "text.txt").write_text(tiny_text(200))
-    result_of(memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student", "--json"))
+    result_of(memmix("convert", "--teacher", tmp_path / "teacher", "--mixer", "gka", "--out", tmp_path / "student",
+                     "--json"))  # fmt: skip
     return tmp_path
 
 
@@ -126,7 +128,7 @@ def test_more_tokens_than_a_model_was_made_for_are_refused(workspace):
         run = memmix(*arguments)
         assert run.exit_code == 1 and message in run.output.splitlines()[-1], run.output
     learned = tiny_teacher("gpt2", layers=2, n_positions=16)
-    save_student(convert_model(learned), workspace / "learned", tiny_tokenizer())
+    save_student(convert_model(learned, "gka"), workspace / "learned", tiny_tokenizer())
     run = memmix("generate", "--model", workspace / "learned", "--prompt", "the cat", "--max-new-tokens", "30")
     assert run.exit_code == 1 and "made for 16 tokens" in run.output
 
@@ -165,16 +167,17 @@ def test_select_convert_and_take_the_mixers_over(workspace):
     # options of the trained student, but for what is asked for
     for extra, expected in (([], [12, 10]), (["--option", "solver_phases=[21]"], [21])):
         out = workspace / f"option{len(extra)}"
-        converted = memmix("convert", *teacher, "--trained", workspace / "student", *extra, "--out", out, "--json")
+        converted = memmix("convert", *teacher, "--mixer", "gka", "--trained", workspace / "student", *extra,
+                           "--out", out, "--json")  # fmt: skip
         assert result_of(converted)["kept"] == []
         assert json.loads((out / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == expected
 
 
 def test_a_greedy_choice_before_any_training(workspace):
     teacher, plan = ["--teacher", workspace / "teacher"], workspace / "plans" / "plan.json"
-    select = ["select", *teacher, "--stand-in", "window", "--window", "8", "--keep-count", "1", "--length", "48",
+    select = ["select", *teacher, "--window", "8", "--keep-count", "1", "--length", "48",
               "--text", workspace / "text.txt", "--samples", "1", "--tasks", "niah", "--max-tokens", "96",
-              "--mixer", "window", "--out", plan]  # fmt: skip
+              "--out", plan]  # fmt: skip
     result = result_of(memmix(*select, "--json"))
     saved = json.loads(plan.read_text())
     assert saved | {"out": str(plan)} == result and [row["kept"] for row in saved["trace"]] == [0, 1]
@@ -184,7 +187,7 @@ def test_a_greedy_choice_before_any_training(workspace):
     converted = result_of(memmix("convert", *teacher, "--plan", plan, "--out", workspace / "s", "--json"))
     assert converted["kept"] == saved["keep"]
     own = json.loads((workspace / "s" / "config.json").read_text())["mixers"]["window"]
-    assert (own["window"], own["sinks"]) == (8, 1)  # the layer that was measured
+    assert own == WindowOptions(use_rope=True, norm_eps=own["norm_eps"]).to_dict()  # not the stand-in's
     assert read_plan(plan)["trace"] == saved["trace"]  # of a card
 
     for written in (plan, plan.with_suffix(".png")):
@@ -215,14 +218,16 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*base, "--plan", workspace / "empty.json"], "is not a plan"),
         ([*base, "--plan", workspace / "long.json"], "is for 9 layers"),
         ([*base, "--trained", workspace / "kept"], "layer 1 of the trained student is attention"),
-        ([*base, "--trained", workspace / "student", "--option", "use_gate=false"], "differ"),
+        ([*base, "--mixer", "gka", "--trained", workspace / "student", "--option", "use_gate=false"], "differ"),
+        ([*base, "--trained", workspace / "student"], "differ"),
         ([*base, "--plan", workspace / "long.json", "--keep-count", "1"], "give one of them"),
         ([*select, "--student", workspace / "converted"], "different numbers of layers"),
         (
             [*select, "--student", workspace / "kept", "--keep-count", "1"],
             "are attention, so no mixer can be measured",
         ),
-        ([*select, "--length", "250"], "less than the 250 tokens"),
+        ([*select, "--mixer", "gka", "--length", "250"], "less than the 250 tokens"),
+        ([*select, "--mixer", "window"], "--length is 32"),
     ):
         run = memmix(*command)
         assert run.exit_code == 1 and "Traceback" not in run.output, run.output

@@ -102,7 +102,7 @@ def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path, monkeypa
     tiny_tokenizer().save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text(tiny_text(800))
     teacher = ["--teacher", tmp_path / "teacher"]
-    result_of(memmix("convert", *teacher, "--out", tmp_path / "s0", "--json"))
+    result_of(memmix("convert", *teacher, "--mixer", "gka", "--out", tmp_path / "s0", "--json"))
     lines.clear()
     options = ["--student", tmp_path / "s0", "--text", tmp_path / "text.txt", "--out", tmp_path / "s1"]
     run = memmix(stage, *teacher, *options, *SMALL, "--json", "--logging-steps", "3", "--device", "cpu")

@@ -26,7 +26,7 @@ def measured(tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "teacher")
     (folder / "text.txt").write_text(tiny_text(300))
     teacher, text = ["--teacher", folder / "teacher"], ["--text", folder / "text.txt"]
-    beside = ["--option", "gka.local_window=4", "--option", "window.sinks=1"]
+    beside = ["--mixer", "gka", "--option", "gka.local_window=4"]
     result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep-layers", "1", *beside, "--json"))
     steps = ["--steps", "2", "--batch-size", "2", "--block-size", "16", "--json"]
     model = folder / "student"

@@ -47,7 +47,7 @@ from hf_memmix.training.student_teacher import (
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
 from hf_memmix.training.trainer_arguments import check_packages, training_arguments, uses_bf16
-from hf_memmix.training_length import slow_learners
+from hf_memmix.training_length import only_window, slow_learners
 
 logger = logging.getLogger(__name__)
 
@@ -295,8 +295,16 @@ def _check_far(student: nn.Module, teacher: nn.Module, recipe: Recipe) -> None:
 def _check_lengths(student: nn.Module, data) -> None:
     """Raise ValueError if a mixer learns nothing from rows or packed documents that short: its loss would not move.
 
-    Logs a warning if that is true of most tokens.
+    Logs a warning if that is true of most tokens, or if windows read whole rows: another teacher can still be learned.
     """
+    window = only_window(student.config)
+    if window is not None and data.block_size <= window:
+        logger.warning(
+            "block_size is %d, and the windows of this student read %d tokens, so they compute what the attention"
+            " does and have nothing to learn; give a larger block_size, or convert with a smaller window",
+            data.block_size,
+            window,
+        )
     lengths = data.document_lengths()
     for name, mixer in {mixer.name: mixer for mixer in slow_learners(student)}.items():
         # one less than for a loss of the next token: both stages also train the last token of a row

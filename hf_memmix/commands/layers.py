@@ -11,6 +11,7 @@ import typer
 from hf_memmix.commands.checks import choice_of_layers, library
 from hf_memmix.commands.common import KeepCount, KeepLayers
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import DEFAULT_MIXER
 
 
 class LayerOptions:
@@ -18,7 +19,7 @@ class LayerOptions:
 
     mixer: Annotated[
         str | None,
-        typer.Option(help="Mixer that replaces the attention, e.g. gka; a wrong name lists all.", show_default="gka"),
+        typer.Option(help="Mixer that replaces the attention; a wrong name lists all.", show_default=DEFAULT_MIXER),
     ] = None
     layers: Annotated[
         str | None,
@@ -34,7 +35,7 @@ class LayerOptions:
     ] = None
     option: Annotated[
         list[str] | None,
-        typer.Option(help="An option of the mixer, e.g. solver_phases=[21] or gka.solver_phases=[21]; repeatable."),
+        typer.Option(help="An option of the mixer, e.g. window=384 or gka.local_window=64; repeatable."),
     ] = None
 
 
@@ -106,7 +107,7 @@ def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, nu
         return {"layers": mixer_types_of(layers, num_layers, "--layers")}, None
     keep = "none" if chosen is None else chosen
     layers_to_keep(keep, num_layers)
-    return {"mixer": "gka" if mixer is None else mixer, "keep": keep}, None
+    return {"mixer": DEFAULT_MIXER if mixer is None else mixer, "keep": keep}, None
 
 
 def _without_rope(choice: str, arguments: dict, num_layers: int) -> list[int]:

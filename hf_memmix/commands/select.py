@@ -1,8 +1,8 @@
 """The command `memmix select`: which layers stay attention, and which of several mixers each other layer gets.
 
-With one mixer it ranks the layers (`select_layers`). With --stand-in it chooses them greedily before any training
-(`select_greedy`). With --mixers, or several students, it aligns every candidate in every layer and chooses a mixture
-under a budget (`select_mixture`).
+Without mixers and students it chooses the layers greedily before any training (`select_greedy`). With one mixer it
+ranks them (`select_layers`). With --mixers, or several students, it aligns every candidate in every layer and chooses
+a mixture under a budget (`select_mixture`).
 """
 
 from pathlib import Path
@@ -22,10 +22,18 @@ from hf_memmix.commands.checks import (
 from hf_memmix.commands.common import Device, DeviceMap, Json, KeepCount, KeepLayers, Overwrite
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.measure import BatchSize, Text
-from hf_memmix.commands.select_greedy import SEARCH_ENDING, SINKS, WINDOW, check_stand_in, option_of, select_greedy
+from hf_memmix.commands.select_greedy import (
+    SEARCH_ENDING,
+    WINDOW,
+    check_stand_in,
+    names_candidates,
+    option_of,
+    select_greedy,
+)
 from hf_memmix.commands.select_layers import PLOT_ENDING, select_layers
 from hf_memmix.commands.select_mixture import MIXERS_ENDING, select_mixture
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import DEFAULT_MIXER, DEFAULT_SINKS
 
 CONTEXT = 4096  # tokens
 # options of a mixture, in words, and of the alignment of its candidates
@@ -51,7 +59,7 @@ class Candidates:
             help="A student with aligned mixers in all layers; default: a new conversion. Several: candidates."
         ),
     ] = None
-    mixer: Annotated[str | None, typer.Option(help="Mixer of the new conversion.", show_default="gka")] = None
+    mixer: Annotated[str | None, typer.Option(help="Mixer of the new conversion.", show_default=DEFAULT_MIXER)] = None
     mixers: Annotated[
         str | None,
         typer.Option(help='Choose one of these mixers for every layer: names with commas between them, or "all".'),
@@ -63,13 +71,17 @@ class StandIn:
 
     stand_in: Annotated[
         str | None,
-        typer.Option(help='"window": choose the kept layers one by one, with short attention in all others.'),
+        typer.Option(
+            help='"window": choose the kept layers one by one, with short attention in all others.',
+            show_default="window, unless mixers, students or the kept layers are named",
+        ),
     ] = None
     window: Annotated[int | None, typer.Option(min=1, help="Tokens of these windows.", show_default=str(WINDOW))] = (
         None
     )
     sinks: Annotated[
-        int | None, typer.Option(min=0, help="First tokens that these windows read as well.", show_default=str(SINKS))
+        int | None,
+        typer.Option(min=0, help="First tokens that these windows read as well.", show_default=str(DEFAULT_SINKS)),
     ] = None
     drop: Annotated[
         bool, typer.Option("--drop", help="Begin with attention in all layers, and take it from one after the other.")
@@ -139,10 +151,11 @@ class SelectOptions(Measurement, Alignment, Budget, StandIn, Candidates, Output)
 def select(args) -> None:
     """Measure what each layer loses with a mixer in place of attention, and write a plan for `memmix convert`.
 
-    With one mixer, the layers that cost most stay attention: a quarter of them, --keep-count of them, or those of
-    --keep-layers. With --stand-in window they are chosen one after the other, from the teacher alone, whose other
-    layers read only the last --window tokens and the first --sinks tokens. With --mixers, every layer gets one of
-    several mixers, under the budgets that are given; without --keep-count or --keep-layers no layer stays attention.
+    A quarter of the layers, or --keep-count of them, stay attention. They are chosen one after the other, from the
+    teacher alone, whose other layers read only the last --window tokens and the first --sinks tokens. With --mixer or
+    --student, those stay that cost most with this mixer, or those of --keep-layers. With --mixers, every layer gets
+    one of several mixers, under the budgets that are given; without --keep-count or --keep-layers no layer stays
+    attention.
 
     With --device-map auto, the teacher is spread over all devices, and a mixer is on one only while it computes. The
     candidates of a mixture must then be aligned already.
@@ -171,7 +184,7 @@ def select(args) -> None:
     args.folder, args.students = given_teacher(args.teacher), [given_student(name) for name in args.student]
     if args.kept is not None:
         args.kept.number(layers_of(args.folder))
-    if args.stand_in is not None:
+    if args.stand_in is not None or not names_candidates(args):
         select_greedy(args)
     else:
         select_mixture(args) if several else select_layers(args)

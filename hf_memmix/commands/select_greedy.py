@@ -10,10 +10,11 @@ from hf_memmix.commands.measure import environment_of
 from hf_memmix.commands.progress import progress, tell
 from hf_memmix.commands.select_layers import PLOT_ENDING, selection_data
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import DEFAULT_MIXER, DEFAULT_SINKS
 
 SEARCH_ENDING = ".search"  # of the file with the measurements, beside the plan
+STAND_IN = "window"
 WINDOW = 64  # tokens
-SINKS = 1  # first tokens: attention reads the first one where nothing else fits (training/experiments/smollm2)
 
 
 def option_of(name: str) -> str:
@@ -21,18 +22,23 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def names_candidates(args) -> bool:
+    """Whether an option names mixers to measure, or the layers to keep; else windows stand in for them."""
+    return bool(args.student or args.mixer or args.mixers or args.keep_layers)
+
+
 def check_stand_in(args) -> None:
     """Raise UserError if an option belongs to another kind of `memmix select` than the one that is asked for."""
     if args.stand_in is None:
         values = {"--window": args.window, "--sinks": args.sinks}
         given = [f"{option} {value}" for option, value in values.items() if value is not None]
-        if given or args.drop:
+        if (given or args.drop) and names_candidates(args):
             raise UserError(
                 f"{[*given, '--drop'][0]} belongs to a choice with stand-ins; add --stand-in window, or leave it out"
             )
         return
-    if args.stand_in != "window":
-        raise UserError(f"--stand-in is {args.stand_in!r}; it can be window")
+    if args.stand_in != STAND_IN:
+        raise UserError(f"--stand-in is {args.stand_in!r}; it can be {STAND_IN}")
     names = ("student", "mixers", "train_text", "recipe", "steps", "state_bytes", "decode_ms", "context")
     if wrong := [option_of(name) for name in (*names, "keep_layers") if getattr(args, name)]:
         raise UserError(
@@ -62,10 +68,10 @@ def select_greedy(args) -> None:
         from hf_memmix.training.run_identity import config_of
         from hf_memmix.training.run_lock import run_lock
 
-    kind = "gka" if args.mixer is None else args.mixer
+    kind = DEFAULT_MIXER if args.mixer is None else args.mixer
     start_of(kind)
     window = WINDOW if args.window is None else args.window
-    windows = {"window": window, "sinks": SINKS if args.sinks is None else args.sinks}
+    windows = {"window": window, "sinks": DEFAULT_SINKS if args.sinks is None else args.sinks}
     file = args.out_file.with_suffix(SEARCH_ENDING)
     with run_lock(file):
         tokenizer = tokenizer_of(args.folder)
@@ -99,14 +105,12 @@ def select_greedy(args) -> None:
         "mixer": kind,
         "keep": found["keep"],
         "num_layers": layers,
-        "stand_in": {"mixer": args.stand_in, "drop": args.drop, **windows},
+        "stand_in": {"mixer": STAND_IN, "drop": args.drop, **windows},
         **data.record,
         "environment": environment_of({"teacher": teacher}),
         "teacher": found["teacher"],
         "trace": found["trace"],
     }
-    if kind == args.stand_in:
-        plan["mixers"] = {kind: windows}  # the layer that was measured
     write_plan(plan, args.out_file)
     plot_trace(plan, args.out_file.with_suffix(PLOT_ENDING))
     if args.as_json:

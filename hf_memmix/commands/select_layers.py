@@ -9,6 +9,7 @@ from hf_memmix.commands.common import load, out, print_json, shared_tokenizer, t
 from hf_memmix.commands.measure import environment_of
 from hf_memmix.commands.progress import progress
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import DEFAULT_MIXER
 
 PLOT_ENDING = ".png"  # of what is written beside a plan
 
@@ -33,7 +34,7 @@ def select_layers(args) -> None:
 
     chosen = args.kept or LayerChoice.counted("0.25")
     teacher, (student,) = args.folder, args.students or [None]
-    mixer = "gka" if args.mixer is None else args.mixer
+    mixer = DEFAULT_MIXER if args.mixer is None else args.mixer
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     teacher_model = load(teacher, args.device, device_map=args.device_map)
     num_layers = teacher_model.config.num_hidden_layers
@@ -47,6 +48,7 @@ def select_layers(args) -> None:
     check_mixers(mixers, student, named or [])
     check_vocabularies(mixers, teacher_model)
     kind = mixer if student is None else only_mixer(mixers, student)
+    check_windows(mixers, args.length)
     data = selection_data(tokenizer, args, teacher_model)
     with progress("swapping layers") as advance:
         options = {"weight": args.weight, "batch_size": args.batch_size, "progress": advance}
@@ -129,6 +131,18 @@ def check_mixers(student, folder, kept: list[int]) -> None:
         raise UserError(
             f"layers {missing} of {folder} are attention, so no mixer can be measured there; give a student with"
             " mixers in all layers (memmix convert --keep-layers none, then memmix align)"
+        )
+
+
+def check_windows(student, length: int) -> None:
+    """Raise ValueError if all mixers of a student are windows that read whole sequences: no layer loses anything."""
+    from hf_memmix.training_length import only_window
+
+    window = only_window(student.config)
+    if window is not None and window >= length:
+        raise UserError(
+            f"--length is {length}, and a window of {window} tokens reads all of it, so no layer would lose anything;"
+            " give longer sequences, or --stand-in window, whose windows are short"
         )
 
 

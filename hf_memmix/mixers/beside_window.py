@@ -31,7 +31,8 @@ def new_layer(kind: str, config, layer_idx: int) -> MemoryMixer:
 
 class BesideWindow(MemoryMixer):
     """A memory and a window on the same input. Its options are those of the memory; those of the window stand under
-    `mixers["window"]`, except for its size, `local_window`.
+    `mixers["window"]`, except for its size, `local_window`. So a window beside a memory has the defaults of
+    one alone, and reads the first token as well (measured so in training/experiments/smollm2).
 
     The states of the window begin with "window_".
     """
@@ -42,7 +43,7 @@ class BesideWindow(MemoryMixer):
         nn.Module.__init__(self)
         self.layer_idx, self.joined_layers = memory.layer_idx, None
         self.memory = memory
-        own = {**config.mixers.get("window", {}), "window": memory.options.local_window}
+        own = {**config.mixers["window"], "window": memory.options.local_window}
         self.window = WindowMixer(config, memory.layer_idx, own)
         self.m = nn.Parameter(torch.empty(self.window.hidden))
 

@@ -22,6 +22,7 @@ from hf_memmix_kernels.window import window_state_shapes
 
 from ..backbones import backbone_of, layer_rotates, window_of
 from ..errors import UserError
+from ..mixer_names import DEFAULT_SINKS
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
 from .layers import QK_NORMS, ROPE_LAYOUTS, RMSNorm, init_layers, one_angle_per_pair
@@ -37,7 +38,7 @@ class WindowOptions(MixerOptions):
 
     Args:
         window: number of last tokens that a query reads, with its own.
-        sinks: number of first tokens of the context that every query reads as well.
+        sinks: number of first tokens of the context that every query reads as well; 0 is none.
         scale: factor of the scores; None is D^-1/2.
         softcap: the scores become softcap * tanh(scores / softcap), as in Gemma 2; None is no cap.
         sink_logits: one more logit per head in the softmax, which adds no value, as in GPT-OSS.
@@ -51,7 +52,7 @@ class WindowOptions(MixerOptions):
     """
 
     window: int = between(512, 1, LARGEST_WINDOW, "number of tokens; the default is 512")
-    sinks: int = between(0, 0, 64, "number of first tokens that stay visible; 4 is usual")
+    sinks: int = between(DEFAULT_SINKS, 0, 64, "number of first tokens that stay visible; 0 is none")
     scale: float | int | None = between(None, 1e-6, 1e3, "factor of the scores; None is 1 / sqrt(head size)")
     softcap: float | int | None = between(None, 1e-3, 1e6, "Gemma 2's is 50; None is no cap")
     sink_logits: bool = False
@@ -81,10 +82,7 @@ class WindowMixer(MemoryMixer):
     of tokens so far. Keys are stored after the rotary embedding.
     """
 
-    summary = (
-        "attention over the last tokens, and over the first ones as [sinks](https://arxiv.org/abs/2309.17453) if they"
-        " are asked for"
-    )
+    summary = "attention over the last tokens, and over the first ones as [sinks](https://arxiv.org/abs/2309.17453)"
     kept_bytes = KeptBytes(3, queries=6, keys=4, heads=4)  # as attention
     options_class = WindowOptions
     no_weight_decay = ("sink_logits",)

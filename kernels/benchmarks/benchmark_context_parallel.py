@@ -33,7 +33,7 @@ import triton
 from benchmark import commit, write_merged
 from benchmark_long import median_seconds
 from benchmark_model import MIXERS
-from llama import SHAPE
+from llama import SHAPE, mixer_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -59,7 +59,8 @@ def build(mixer: str, layout: str, dtype: torch.dtype, **fields):
     config = LlamaConfig(**{**SHAPE, **fields}, dtype=dtype, bos_token_id=0, eos_token_id=None, pad_token_id=0)
     if mixer != "attention":
         kept = [layout == "hybrid" and i % 4 == 3 for i in range(config.num_hidden_layers)]
-        config = hf_memmix.memmix_config(config, mixer_types=["attention" if keep else mixer for keep in kept])
+        kind, options = mixer_of(mixer)
+        config = hf_memmix.memmix_config(config, ["attention" if keep else kind for keep in kept], options)
     torch.manual_seed(0)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()

@@ -67,7 +67,7 @@ MODELS = {
     "window": f"every layer a window of {WINDOW} tokens and the first token",
 }
 OPTIONS = {
-    "gka_window": {"gka": {"local_window": WINDOW}, "window": {"use_rope": True}},
+    "gka_window": {"gka": {"local_window": WINDOW}, "window": {"sinks": 0, "use_rope": True}},
     "window": {"window": {"window": WINDOW, "sinks": 1, "use_rope": True}},
 }
 PARTS = ("fit", "throughput", "host", "prefix")

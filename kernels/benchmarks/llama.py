@@ -32,20 +32,27 @@ class TokenTimer(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def build(mixer: str | None):
-    """A Llama of `SHAPE` with random bf16 weights on the GPU; `mixer`, if given, replaces attention in every layer.
+def mixer_of(name: str) -> tuple[str, dict[str, dict]]:
+    """The mixer that a benchmark calls by this name, and options by mixer.
 
     "gka+64" is `gka` with a window of 64 tokens beside it (`local_window`), "gka:32" is `gka` with a sketch of 32
-    dimensions; "/1" behind a name gives windows one sink.
+    dimensions; "/1" behind a name gives windows one sink, and without it they have none.
+    """
+    name, _, sinks = name.partition("/")
+    name, _, sketch = name.partition(":")
+    kind, _, window = name.partition("+")
+    options = {"window": {"use_rope": True, "sinks": int(sinks or 0)}}
+    options |= {kind: {"local_window": int(window)}} if window else {}
+    return kind, options | ({kind: {"sketch_dim": int(sketch)}} if sketch else {})
+
+
+def build(mixer: str | None):
+    """A Llama of `SHAPE` with random bf16 weights on the GPU; `mixer`, a name as in `mixer_of`, if given, replaces
+    attention in every layer.
     """
     config = LlamaConfig(**SHAPE, dtype="bfloat16", bos_token_id=0, eos_token_id=None, pad_token_id=0)
     if mixer is not None:
-        name, _, sinks = mixer.partition("/")
-        name, _, sketch = name.partition(":")
-        kind, _, window = name.partition("+")
-        options = {"window": {"use_rope": True, "sinks": int(sinks or 0)}}
-        options |= {kind: {"local_window": int(window)}} if window else {}
-        options |= {kind: {"sketch_dim": int(sketch)}} if sketch else {}
+        kind, options = mixer_of(mixer)
         config = hf_memmix.memmix_config(config, [kind] * config.num_hidden_layers, options)
     torch.manual_seed(0)
     with torch.device("cuda"):

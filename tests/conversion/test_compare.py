@@ -18,7 +18,7 @@ TOKENS = torch.randint(3, 64, (70,), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "granite", "cohere2", "gpt2", "gpt_neox"])
 def test_report_equals_plain_formulas(model_type):
     teacher = tiny_teacher(model_type)
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, "gka", keep=[1])
     result = report(student, teacher, TOKENS, block_size=32, batch_size=2)
     logits = {}
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_report_equals_plain_formulas(model_type):
 
 def test_layer_error_of_the_first_layer_is_the_plain_relative_error():
     teacher = tiny_teacher()
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     result = report(student, teacher, TOKENS[:32], block_size=32)
     seen = {}
     hook = attention_module(teacher, 0).register_forward_hook(
@@ -70,7 +70,7 @@ def test_unknown_logit_transform_is_refused():
 def test_compare_restores_train_and_eval_mode():
     """Each model gets its own mode back."""
     teacher = tiny_teacher()
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     for student_trains, teacher_trains in ((True, True), (True, False), (False, True), (False, False)):
         student.train(student_trains), teacher.train(teacher_trains)
         report(student, teacher, TOKENS, block_size=32)
@@ -82,7 +82,7 @@ def test_compare_restores_train_and_eval_mode():
 
 def test_bad_text_is_refused():
     teacher = tiny_teacher()
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     with pytest.raises(ValueError, match="at least 2"):
         report(student, teacher, TOKENS[:1])
     with pytest.raises(ValueError, match="outside the vocabulary"):

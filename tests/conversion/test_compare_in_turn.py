@@ -19,7 +19,7 @@ def pair(tmp_path):
     teacher = tmp_path / "teacher"
     tiny_teacher("qwen2").save_pretrained(teacher)
     tiny_tokenizer().save_pretrained(teacher)
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, "gka", keep=[1])
     with torch.no_grad():
         for name, parameter in student.named_parameters():
             if name.endswith(("down_proj.weight", "v_proj.weight")):

@@ -37,7 +37,7 @@ def test_the_language_model_of_a_model_with_several_parts():
     with pytest.raises(
         ValueError, match=r"'gemma3' has several parts .* convert its language model \('gemma3_text'\)"
     ):
-        convert_model(whole)
+        convert_model(whole, "gka")
     teacher, ids = namespace["language_model"](whole), torch.arange(4, 16)[None]
     assert torch.equal(teacher(ids).logits, whole(ids).logits)
-    assert convert_model(teacher).config.backbone_model_type == "gemma3_text"
+    assert convert_model(teacher, "gka").config.backbone_model_type == "gemma3_text"

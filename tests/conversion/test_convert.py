@@ -56,7 +56,7 @@ def test_a_tensor_in_fp32_of_a_teacher_in_bf16_stays_as_it_is(model_type):
     for name in (names[-1], next(name for name in names if "embed" not in name)):
         parameter = teacher.get_parameter(name)
         parameter.data = torch.randn(parameter.shape)
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, "gka", keep=[1])
     # and the frequencies of rotary embeddings, which are not saved
     buffers = AutoModelForCausalLM.from_config(teacher.config, dtype=torch.bfloat16).named_buffers()
     tables = {name: table for name, table in buffers if "inv_freq" in name}
@@ -69,7 +69,7 @@ def test_a_tensor_in_fp32_of_a_teacher_in_bf16_stays_as_it_is(model_type):
 @pytest.mark.product_rows(r"(?!gpt2|gemma|phi3|qwen2_moe|stablelm)")  # some families stay
 @every_third("model_type", sorted(FAMILIES))
 def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_path):
-    student = convert_model(tiny_teacher(model_type), keep=[1])
+    student = convert_model(tiny_teacher(model_type), "gka", keep=[1])
     save_student(student, tmp_path)
     loaded = load_model(tmp_path)
     assert loaded.state_dict().keys() == student.state_dict().keys()
@@ -102,7 +102,7 @@ def test_fused_and_separate_projections_convert_alike():
             a, b = attention_module(llama, i), attention_module(phi, i)
             b.qkv_proj.weight.copy_(torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]))
             b.o_proj.weight.copy_(a.o_proj.weight)
-    mixers = [attention_module(convert_model(teacher, keep=[1]), 2).state_dict() for teacher in (llama, phi)]
+    mixers = [attention_module(convert_model(teacher, "gka", keep=[1]), 2).state_dict() for teacher in (llama, phi)]
     assert mixers[0].keys() == mixers[1].keys()
     for name, tensor in mixers[0].items():
         torch.testing.assert_close(tensor, mixers[1][name], rtol=0, atol=0)
@@ -113,7 +113,7 @@ def test_grouped_keys_and_values_follow_their_heads():
     teacher = tiny_teacher("llama", layers=2)
     # decay and gate differ from head to head: leave them out
     bare = {"use_gate": False, "use_decay": False}
-    student = convert_model(teacher, keep=[0], **bare)
+    student = convert_model(teacher, "gka", keep=[0], **bare)
     swapped = copy.deepcopy(teacher)
     attention = attention_module(swapped, 1)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_grouped_keys_and_values_follow_their_heads():
             blocks = weight.unflatten(axis, (2, heads // 2 * 8))
             weight.copy_(blocks.flip(axis).flatten(axis, axis + 1))
     torch.testing.assert_close(swapped(input_ids=IDS).logits, teacher(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
-    other = convert_model(swapped, keep=[0], **bare)
+    other = convert_model(swapped, "gka", keep=[0], **bare)
     x = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(2))
     rotary = teacher.model.rotary_emb(x, torch.arange(7)[None])
     outputs = [attention_module(m, 1)(x, position_embeddings=rotary)[0] for m in (student, other)]
@@ -132,6 +132,12 @@ def test_grouped_keys_and_values_follow_their_heads():
 def test_keep_values():
     found = {str(keep): layers_to_keep(keep, 8) for keep in ("none", [1], (3, 0), 0.25, 0.5, 0.01)}
     assert list(found.values()) == [[], [1], [0, 3], [2, 6], [1, 3, 5, 7], [4]], found
+
+
+def test_the_default_is_a_window_that_reads_the_first_token():
+    student = convert_model(tiny_teacher(), keep=[1], window=4)
+    assert student.config.mixer_types == ["window", "attention", "window"]
+    assert student.config.mixers["window"]["sinks"] == 1
 
 
 def test_bad_keep_is_refused():
@@ -149,7 +155,7 @@ def test_bad_keep_is_refused():
         ([0, 1, 2], "nothing is left to convert"),
     ):
         with pytest.raises(ValueError, match=message):
-            convert_model(teacher, keep=keep)
+            convert_model(teacher, "gka", keep=keep)
 
 
 def test_wrong_teachers_and_mixers_are_refused(tmp_path):
@@ -159,7 +165,7 @@ def test_wrong_teachers_and_mixers_are_refused(tmp_path):
         ({"mixer": "nosuch"}, "mixer 'nosuch' is unknown; registered: .*gka"),
         ({"num_iterationz": 3}, "num_iterationz"),
         ({"teacher": tmp_path / "nothing"}, "not a model folder"),
-        ({"teacher": convert_model(teacher, keep=[0])}, "converted model already"),
+        ({"teacher": convert_model(teacher, "gka", keep=[0])}, "converted model already"),
     ):
         with pytest.raises(ValueError, match=message):
             convert_model(**{"teacher": teacher} | arguments)
@@ -171,25 +177,25 @@ def test_a_tensor_without_a_fate_is_an_error(monkeypatch):
     silent = Start(honest.options, lambda m, a: [f for f in honest.take_over(m, a) if f.field != "q_weight"])
     monkeypatch.setitem(STARTS, "gka", silent)
     with pytest.raises(ValueError, match="one fate for each tensor, but does not for q_weight"):
-        convert_model(tiny_teacher())
+        convert_model(tiny_teacher(), "gka")
     twice = Start(honest.options, lambda m, a: [*honest.take_over(m, a), TensorFate("v_bias", "dropped", reason="no")])
     monkeypatch.setitem(STARTS, "gka", twice)
     with pytest.raises(ValueError, match="one fate for each tensor, but does not for v_bias"):
-        convert_model(tiny_teacher("qwen2"))
+        convert_model(tiny_teacher("qwen2"), "gka")
 
 
 def test_seed_decides_fresh_parameters_and_global_generator_does_not_change():
     teacher = tiny_teacher()
     state = torch.get_rng_state()
     # without its bias the output gate is the one parameter that starts at random
-    a, b, c = (snapshot(convert_model(teacher, seed=seed, gate_bias=False)) for seed in (0, 0, 1))
+    a, b, c = (snapshot(convert_model(teacher, "gka", seed=seed, gate_bias=False)) for seed in (0, 0, 1))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert {name.split(".")[-2] for name in a if not torch.equal(a[name], c[name])} == {"g_proj"}
 
 
 def test_bf16_teacher_gives_a_bf16_student_with_fp32_decays():
-    student = convert_model(tiny_teacher("qwen3").bfloat16(), keep=[1])
+    student = convert_model(tiny_teacher("qwen3").bfloat16(), "gka", keep=[1])
     mixer = attention_module(student, 0)
     for name, parameter in mixer.named_parameters():
         assert parameter.dtype == (torch.float32 if name in mixer.fp32_parameters else torch.bfloat16), name
@@ -200,7 +206,7 @@ def test_generation_settings_are_carried_over(tmp_path):
     """They are copied, and saved in the folder."""
     teacher = tiny_teacher()
     teacher.generation_config.update(do_sample=True, temperature=0.7, top_k=5, eos_token_id=[2, 9])
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     settings = student.generation_config.to_dict()
     assert settings == teacher.generation_config.to_dict() and settings["temperature"] == 0.7
     save_student(student, tmp_path / "student")
@@ -223,16 +229,16 @@ def test_generation_settings_that_contradict_each_other(tmp_path):
         pass
     else:
         for source, name in ((teacher, "a"), (tmp_path / "teacher", "b")):
-            convert_model(source, out=tmp_path / name)
+            convert_model(source, "gka", out=tmp_path / name)
             assert load_model(tmp_path / name).generation_config.temperature == 0.6
     teacher.generation_config.temperature = 0.5
     with pytest.raises(ValueError, match="teacher contradict each other.*`temperature`: .*generation_config.json"):
-        convert_model(teacher, out=tmp_path / "c")
+        convert_model(teacher, "gka", out=tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
 
 def test_failed_save_leaves_nothing_behind(tmp_path, monkeypatch):
-    student = convert_model(tiny_teacher(), keep=[1])
+    student = convert_model(tiny_teacher(), "gka", keep=[1])
     save_student(student, tmp_path / "student")
     before = {p.name: p.read_bytes() for p in (tmp_path / "student").iterdir()}
 
@@ -253,8 +259,10 @@ def test_a_student_that_is_made_in_inference_mode_can_be_trained(tmp_path):
     model, ids = tiny_teacher("llama", layers=2), torch.arange(40)[None]
     model.save_pretrained(tmp_path / "teacher")
     with torch.inference_mode():
-        convert_model(tmp_path / "teacher", out=tmp_path / "student")
-        students = [convert_model(given) for given in (model, tiny_teacher("llama", layers=2), tmp_path / "teacher")]
+        convert_model(tmp_path / "teacher", "gka", out=tmp_path / "student")
+        students = [
+            convert_model(given, "gka") for given in (model, tiny_teacher("llama", layers=2), tmp_path / "teacher")
+        ]
         students.append(load_model(tmp_path / "student"))
     for student in students:
         assert not any(tensor.is_inference() for tensor in [*student.parameters(), *student.buffers()])
@@ -281,7 +289,7 @@ def test_tokens_without_an_embedding_are_told_and_refused_where_they_are_read(tm
     read = ["--teacher", tmp_path / "teacher", "--text", tmp_path / "text.txt", "--out", tmp_path / "out"]
     for command in (
         ["eval", tmp_path / "student", "--lengths", "64", "--samples", "2"],
-        ["select", "--length", "32", "--tasks", "none"],
+        ["select", "--length", "32", "--tasks", "none", "--mixer", "gka"],
         ["align", "--student", tmp_path / "student", "--block-size", "16", "--steps", "1"],
         ["cache-teacher", "--block-size", "16"],
     ):

@@ -100,16 +100,16 @@ def test_command_needs_config_alone_and_writes_nothing(tmp_path):
         "--keep-count",
         "0.25",
         "--option",
-        "ridge=0.1",
+        "window=8",
     ]
     result = result_of(memmix(*command, "--context", "100", "--context", "1000", "--json"))
-    assert result["layers"] == ["gka", "gka", "attention", "gka"] and result["options"]["ridge"] == 0.1
+    assert result["layers"] == ["window", "window", "attention", "window"] and result["options"]["window"] == 8
     assert [row["context"] for row in result["state"]] == [100, 1000]
     # four layers of K and V, two heads of eight channels; one of them stays
     assert [row["teacher"] for row in result["state"]] == [4 * 2 * 2 * 8 * 4 * n for n in (100, 1000)]
     assert result["state"][1]["student"] - result["state"][0]["student"] == 2 * 2 * 8 * 4 * 900
     run = memmix(*command)
-    assert run.exit_code == 0 and "3 become gka" in run.stdout and "131,072" in run.stdout
+    assert run.exit_code == 0 and "3 become window" in run.stdout and "131,072" in run.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["teacher"]
     run = memmix("convert", "--teacher", tmp_path / "teacher")
     assert run.exit_code == 1 and "--out" in run.output
@@ -158,7 +158,7 @@ def test_report_is_saved_beside_the_student_and_printed_by_kind(tmp_path):
     fresh = [row for row in student.conversion_report.kinds() if row["fate"] == "fresh"]
     assert sum(len(row["layers"]) for row in fresh) == record["counts"]["fresh"]
     teacher.save_pretrained(tmp_path / "teacher")
-    run = memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "again")
+    run = memmix("convert", "--teacher", tmp_path / "teacher", "--mixer", "gka", "--out", tmp_path / "again")
     assert run.exit_code == 0
     for word in ("used", "fresh", "dropped", "copied", "sinks", "3 dropped"):
         assert word in run.stdout, word
@@ -176,4 +176,4 @@ def test_a_wrong_report_of_a_copied_tensor_is_an_error(monkeypatch):
 
     monkeypatch.setitem(STARTS, "gka", Start(honest.options, false))
     with pytest.raises(ValueError, match="reports that v_weight was copied to v_proj.weight, but"):
-        convert_model(tiny_teacher())
+        convert_model(tiny_teacher(), "gka")

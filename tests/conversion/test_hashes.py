@@ -75,7 +75,7 @@ def test_exchanged_and_lost_files_of_a_folder(tmp_path):
 
 
 def test_kept_mixers_and_scores_of_select(tmp_path):
-    student = convert_model(tiny_teacher("llama", layers=2))
+    student = convert_model(tiny_teacher("llama", layers=2), "gka")
     file = mixer_file(tmp_path, "gka")
     write_mixers(student, file, {"seed": 1})
     content = file.read_bytes()

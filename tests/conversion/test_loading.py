@@ -51,7 +51,7 @@ def refused(folder, message, load=load_model):
 
 def test_tensors_that_are_not_there(tmp_path):
     """The library would fill missing tensors with random numbers."""
-    convert_model(tiny_teacher()).save_pretrained(tmp_path)
+    convert_model(tiny_teacher(), "gka").save_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda t: t.pop(Q_WEIGHT))
     refused(tmp_path, f"lacks 1 tensors.*{Q_WEIGHT}")
 
@@ -72,7 +72,7 @@ def test_biases_that_the_config_does_not_name(tmp_path, mixer):
 
 
 def test_tensors_of_mixers_that_are_not_in_the_config(tmp_path):
-    convert_model(tiny_teacher(layers=2)).save_pretrained(tmp_path)
+    convert_model(tiny_teacher(layers=2), "gka").save_pretrained(tmp_path)
     edit_config(tmp_path, mixer_types=["attention", "attention"])
     refused(tmp_path, "does not have: model.layers.0.self_attn.A_log")
 
@@ -104,7 +104,7 @@ def test_tied_output_projection_that_differs_is_refused(tmp_path):
     teacher = tiny_teacher(tie_word_embeddings=True)
     teacher.lm_head.weight = torch.nn.Parameter(teacher.lm_head.weight + 1)
     with pytest.raises(ValueError, match="the teacher has an output projection that differs"):
-        convert_model(teacher)
+        convert_model(teacher, "gka")
 
 
 # ---- values
@@ -121,7 +121,7 @@ def test_weights_that_are_not_finite(tmp_path):
         teacher.save_pretrained(folder)
         refused(folder, f"NaN or infinite values in 2 tensors: ({UP}, {Q_WEIGHT}|{Q_WEIGHT}, {UP})")
         with pytest.raises(ValueError, match=f"the teacher has NaN .* {UP}"):
-            convert_model(teacher)
+            convert_model(teacher, "gka")
 
 
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
@@ -151,10 +151,10 @@ def test_a_conversion_reads_every_weight_once_for_this_check(tmp_path, monkeypat
 
     monkeypatch.setattr(loading, "_is_finite", counted)
     once = sum(tensor.numel() for tensor in teacher.state_dict().values())
-    convert_model(teacher)
+    convert_model(teacher, "gka")
     assert sum(read) == once
     teacher.save_pretrained(tmp_path / "teacher")
-    convert_model(tmp_path / "teacher")
+    convert_model(tmp_path / "teacher", "gka")
     assert sum(read) == 2 * once
     assert memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student").exit_code == 0
     assert sum(read) == 3 * once
@@ -275,7 +275,7 @@ def test_mxfp4_is_read_as_plain_weights(tmp_path):
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     teacher = load_model(tmp_path)
     assert teacher.model.layers[0].mlp.experts.down_proj.is_floating_point()
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     student.save_pretrained(tmp_path / "student")
     load_model(tmp_path / "student")
 
@@ -321,12 +321,12 @@ def test_no_broken_file_of_a_teacher_is_replaced_by_a_default(tmp_path, name):
     for how, told in kinds.items():
         break_file(file, how)
         with pytest.raises(ValueError, match=f"{name}' (is |holds )?{told}"):
-            convert_model(tmp_path / "teacher", out=tmp_path / "student")
+            convert_model(tmp_path / "teacher", "gka", out=tmp_path / "student")
         file.rmdir() if how == "folder" else file.unlink()
         assert not (tmp_path / "student").exists()
     if kept is not None:
         file.write_bytes(kept)
-    convert_model(tmp_path / "teacher", out=tmp_path / "student")
+    convert_model(tmp_path / "teacher", "gka", out=tmp_path / "student")
 
 
 def test_gguf_is_refused_as_quantized_weights(tmp_path):
@@ -335,10 +335,10 @@ def test_gguf_is_refused_as_quantized_weights(tmp_path):
     (folder / "model-q4.gguf").write_bytes(b"GGUF")
     for given in (folder / "model-q4.gguf", folder, named):
         with pytest.raises(ValueError, match="quantized by 'gguf'.*memmix import-gguf "):
-            convert_model(given, out=tmp_path / "student")
+            convert_model(given, "gka", out=tmp_path / "student")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="quantized by 'gguf'"):
-        convert_model(folder, out=tmp_path / "student")
+        convert_model(folder, "gka", out=tmp_path / "student")
 
 
 @pytest.mark.parametrize(("family", "part"), [("qwen2_5_vl", "qwen2_5_vl_text"), ("llava", "llama")])
@@ -347,4 +347,4 @@ def test_models_that_see_are_refused_by_name(tmp_path, family, part):
 
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"'{family}'.*'{part}'"):
-        convert_model(tmp_path, out=tmp_path / "student")
+        convert_model(tmp_path, "gka", out=tmp_path / "student")

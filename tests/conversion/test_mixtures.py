@@ -201,9 +201,10 @@ def test_mixers_of_other_options_with_the_same_shapes_are_not_taken(tmp_path):
         take(same)
         with pytest.raises(ValueError, match=message):
             take(other)
+    to_gka = partial(convert_model, mixer="gka")
     for source in (teacher, tmp_path / "teacher"):  # in memory, and by streaming
         with pytest.raises(ValueError, match=message):
-            convert_to_folder(source, tmp_path / "out", convert_model, trained=[tmp_path / "trained"])
+            convert_to_folder(source, tmp_path / "out", to_gka, trained=[tmp_path / "trained"])
     assert not (tmp_path / "out").exists()
 
 

@@ -194,7 +194,7 @@ def test_saved_files_have_the_mode_of_the_umask(tmp_path, mask, folders, files):
             (folder / "inner").mkdir(mode=0o700)
             for name in ("weights", "inner/more"):
                 (folder / name).touch(mode=0o600)
-        save_student(convert_model(tiny_teacher("llama", layers=2)), tmp_path / "model")
+        save_student(convert_model(tiny_teacher("llama", layers=2), "gka"), tmp_path / "model")
     finally:
         os.umask(before)
     assert modes(tmp_path / "student") == {"student": folders, "inner": folders, "weights": files, "more": files}
@@ -232,7 +232,7 @@ def test_the_next_command_removes_leftovers_of_a_kill(path, moment):
 
 
 def test_the_conversion_report_is_kept_when_a_loaded_student_is_saved(tmp_path):
-    save_student(convert_model(tiny_teacher("llama", layers=2)), tmp_path / "a")
+    save_student(convert_model(tiny_teacher("llama", layers=2), "gka"), tmp_path / "a")
     save_student(load_model(tmp_path / "a"), tmp_path / "b")
     report = (tmp_path / "b" / "conversion.json").read_text()
     assert report == (tmp_path / "a" / "conversion.json").read_text() and '"converted"' in report

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_head_stored_beside_the_embeddings_that_it_is_tied_to(tmp_path):
     assert b"lm_head" not in files["model.safetensors"]
     edit(teacher, lambda t: t["lm_head.weight"].add_(1))
     with pytest.raises(ValueError, match="output projection that differs from the embeddings"):
-        convert_model(teacher, out=tmp_path / "other")
+        convert_model(teacher, "gka", out=tmp_path / "other")
 
 
 def test_checkpoint_of_a_base_model_and_old_buffers(tmp_path):
@@ -148,8 +149,8 @@ def test_hub_id_whose_files_are_links(tmp_path, monkeypatch):
         (root / "snapshots" / commit / file.name).symlink_to(file)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
-    convert_model("me/teacher", out=tmp_path / "out")
-    student = convert_model(root / "snapshots" / commit)
+    convert_model("me/teacher", "gka", out=tmp_path / "out")
+    student = convert_model(root / "snapshots" / commit, "gka")
     for name, tensor in load_model(tmp_path / "out").state_dict().items():
         assert torch.equal(tensor, student.state_dict()[name]), name
 
@@ -157,23 +158,24 @@ def test_hub_id_whose_files_are_links(tmp_path, monkeypatch):
 def test_trained_mixers(tmp_path):
     """An aligned student without attention gives its mixers to a student that keeps a layer."""
     teacher = saved(tmp_path / "teacher")
-    aligned = convert_model(teacher, seed=1)
+    aligned = convert_model(teacher, "gka", seed=1)
     with torch.no_grad():
         for name, parameter in aligned.named_parameters():
             if "self_attn" in name:
                 parameter.add_(0.5)
     save_student(aligned, tmp_path / "aligned")
-    expected = convert_model(teacher, keep=[1])
+    expected = convert_model(teacher, "gka", keep=[1])
     take_mixers(expected, aligned)
     save_student(expected, tmp_path / "memory")
     command = ["convert", "--teacher", teacher, "--out", tmp_path / "stream", "--keep-layers", "1"]
-    assert memmix(*command, "--trained", tmp_path / "aligned").exit_code == 0
+    assert memmix(*command, "--mixer", "gka", "--trained", tmp_path / "aligned").exit_code == 0
     assert contents(tmp_path / "stream") == contents(tmp_path / "memory")
     run = memmix(*command[:3], "--out", tmp_path / "other", "--mixer", "ska", "--trained", tmp_path / "aligned")
     assert run.exit_code == 1 and "the mixers of layer 0 differ (SKAMixer, GKAMixer)" in " ".join(run.output.split())
     assert not (tmp_path / "other").exists()
+    to_gka = partial(convert_model, mixer="gka")
     for name, source in (("both", teacher), ("both in memory", load_model(teacher))):
-        convert_to_folder(source, tmp_path / name, convert_model, trained=[tmp_path / "aligned"], fill=shift_decays)
+        convert_to_folder(source, tmp_path / name, to_gka, trained=[tmp_path / "aligned"], fill=shift_decays)
     both, in_memory = (load_model(tmp_path / name) for name in ("both", "both in memory"))
     for name, values in aligned.state_dict().items():
         expected = values + 1 if name.endswith("A_log") else values
@@ -291,7 +293,7 @@ def test_broken_teachers_are_refused_in_one_line(fault, tmp_path):
     teacher = saved(tmp_path / "teacher", max_shard_size="30KB")
     message = fault(teacher)
     with pytest.raises(ValueError, match=message) as error:
-        convert_model(teacher, out=tmp_path / "out")
+        convert_model(teacher, "gka", out=tmp_path / "out")
     assert "\n" not in str(error.value) and "teacher" in str(error.value)
     assert [file.name for file in tmp_path.iterdir()] == ["teacher"]
 
@@ -302,7 +304,7 @@ def test_values_that_are_not_finite(name, value, tmp_path):
     teacher = saved(tmp_path / "teacher", dtype=torch.bfloat16)
     edit(teacher, lambda t: t[name].view(-1)[-1:].fill_(value))
     with pytest.raises(ValueError, match=f"NaN or infinite values in 1 tensors: {name}"):
-        convert_model(teacher, out=tmp_path / "out")
+        convert_model(teacher, "gka", out=tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["teacher"]
 
 
@@ -320,13 +322,13 @@ def test_a_full_disk_is_noticed_before_the_work(tmp_path, monkeypatch):
     teacher = saved(tmp_path / "teacher")
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     with pytest.raises(ValueError, match="has 1000 B free, and the student needs .* KiB; make room"):
-        convert_model(teacher, out=tmp_path / "out")
+        convert_model(teacher, "gka", out=tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["teacher"]
 
 
 def test_a_disk_that_becomes_full_loses_nothing(tmp_path, monkeypatch):
     teacher = saved(tmp_path / "teacher")
-    convert_model(teacher, out=tmp_path / "out")
+    convert_model(teacher, "gka", out=tmp_path / "out")
     before = contents(tmp_path / "out")
     write, calls = os.pwrite, []
 
@@ -357,7 +359,7 @@ def test_a_killed_conversion_leaves_nothing_once_it_runs_again(tmp_path):
     run = subprocess.run([sys.executable, "-c", script, teacher, tmp_path / "out"], env=child_env(), check=False)
     assert run.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
     assert len(os.listdir(tmp_path)) == 2  # the teacher and an incomplete folder
-    convert_model(teacher, out=tmp_path / "out")
+    convert_model(teacher, "gka", out=tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["out", "teacher"]
     load_model(tmp_path / "out")
 

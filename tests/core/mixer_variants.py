@@ -30,7 +30,7 @@ VALUES = {
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
     "gated_delta": {"conv_size": [2], "conv_activation": [None], "qk_norm": ["head", "full"]},
     "kda": {"conv_activation": [None], "qk_norm": ["head"]},
-    "window": {"window": [2, 64], "sinks": [1, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},
+    "window": {"window": [2, 64], "sinks": [0, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},
 }
 # options of every memory
 OF_MEMORIES = {"local_window": [4]}

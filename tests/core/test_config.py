@@ -137,6 +137,16 @@ def test_unknown_names():
     refuses("options are 5", mixers={"gka": 5})
 
 
+def test_options_of_a_window_beside_a_memory_are_saved(tmp_path):
+    """A default that changes later does not change a saved model."""
+    for given, sinks in (({}, 1), ({"window": {"sinks": 0}}, 0)):
+        config = memmix_config(backbone_config("llama"), ["gka"] * LAYERS, {"gka": {"local_window": 4}} | given)
+        config.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["mixers"]["window"]["sinks"] == sinks
+        (window, *_) = (mixer.window for mixer in mixers_of(AutoModelForCausalLM.from_config(config)).values())
+        assert (window.options.sinks, window.options.window) == (sinks, 4)
+
+
 def test_options_of_a_mixer_that_no_layer_has():
     """They are checked and completed, as a later model of the same configuration may use them."""
     config = memmix_config(backbone_config("llama"), ["gka"] * LAYERS, {"lattice": {"slots": 5}})

@@ -72,7 +72,7 @@ def test_models(mixer):
 def test_training_runs(stage, tmp_path):
     """Two steps of a stage, with its optimizer, schedule and log."""
     teacher = tiny_teacher("llama", layers=2)
-    student, data = convert_model(teacher, keep=[1]), TokenBlocks(random_ids(1, 128)[0] % 61, 16)
+    student, data = convert_model(teacher, "gka", keep=[1]), TokenBlocks(random_ids(1, 128)[0] % 61, 16)
     with without_float64():
         result = stage(student, teacher, data, tmp_path, steps=2, batch_size=2, block_size=16, warmup_steps=1)
     assert result["steps"] == 2

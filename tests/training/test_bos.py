@@ -24,7 +24,7 @@ def workspace(tmp_path_factory):
     teacher = tiny_teacher("llama", layers=2)
     for name, tokenizer in (("bos", bos_tokenizer()), ("plain", tiny_tokenizer())):
         save_student(teacher, folder / name / "teacher", tokenizer)
-        save_student(convert_model(teacher), folder / name / "student", tokenizer)
+        save_student(convert_model(teacher, "gka"), folder / name / "student", tokenizer)
     (folder / "text.txt").write_text(tiny_text(700))
     (folder / "rows.jsonl").write_text("".join(f'{{"text": "{tiny_text(n, n).strip()}"}}\n' for n in range(5, 60)))
     return folder
@@ -147,8 +147,8 @@ def test_a_report_predicts_words_alone(workspace):
     """A teacher that is the student: BOS is read and not predicted, so as many tokens count as there are others."""
     teacher = tiny_teacher("llama", layers=2)
     tokenizer, text = bos_tokenizer(), " ".join(WORDS * 4)
-    found = compare_models(convert_model(teacher), teacher, text, tokenizer, block_size=16)
-    plain = compare_models(convert_model(teacher), teacher, text, tiny_tokenizer(), block_size=16)
+    found = compare_models(convert_model(teacher, "gka"), teacher, text, tokenizer, block_size=16)
+    plain = compare_models(convert_model(teacher, "gka"), teacher, text, tiny_tokenizer(), block_size=16)
     assert found["tokens"] == len(WORDS) * 4, "each word is predicted from BOS or a word"
     assert plain["tokens"] == len(WORDS) * 4 - len(WORDS) * 4 // 16 - bool(len(WORDS) * 4 % 16)
 

@@ -202,7 +202,7 @@ def test_the_loss_of_answers_is_the_mean_over_their_tokens(chats):
     from hf_memmix.training.losses import forward_kl
 
     teacher = tiny_teacher("llama", layers=2, vocab_size=300)
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     data = TokenBlocks.from_files(chats, chat_tokenizer(), 32, loss="answers")
     batch = {name: torch.stack([data[i][name] for i in range(2)]) for name in data[0]}
     with torch.no_grad():
@@ -221,20 +221,22 @@ def test_accumulated_batches_weigh_their_tokens(tmp_path):
     data = TokenBlocks(tokens, 16, loss_mask=torch.arange(16) < torch.tensor([[2], [12]]))
     losses, students = [], []
     for batch, steps in ((2, 1), (1, 2)):
-        students.append(convert_model(teacher))
+        students.append(convert_model(teacher, "gka"))
         how = {"batch_size": batch, "gradient_accumulation": steps, "block_size": 16, "loss": "answers"}
         recipe = Recipe(stage="distill", steps=1, warmup_steps=0, trainer={"optim": "sgd"}, **how)
         losses.append(train(students[-1], teacher, data, tmp_path / str(batch), recipe=recipe)["last_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for ours, theirs in zip(*(student.parameters() for student in students), strict=True):
         torch.testing.assert_close(ours, theirs)
-    student, counts = convert_model(teacher), torch.tensor([2.0, 12.0])
+    student, counts = convert_model(teacher, "gka"), torch.tensor([2.0, 12.0])
     parts = [{name: row[None] for name, row in data[i].items()} for i in range(2)]
     errors = torch.stack([AlignStudentTeacher(student, teacher)(**part)["loss"] for part in parts])
     found = train(student, teacher, data, tmp_path / "align", recipe=replace(recipe, stage="align"))["last_loss"]
     assert found == pytest.approx((errors * counts / counts.sum()).sum().item(), rel=1e-5)
     nothing = TokenBlocks(tokens, 16, loss_mask=torch.zeros(2, 16, dtype=torch.bool))
-    assert train(convert_model(teacher), teacher, nothing, tmp_path / "nothing", recipe=recipe)["last_loss"] == 0
+    assert (
+        train(convert_model(teacher, "gka"), teacher, nothing, tmp_path / "nothing", recipe=recipe)["last_loss"] == 0
+    )
 
 
 def test_what_recipe_and_data_count_must_agree(chats, tmp_path):
@@ -243,14 +245,14 @@ def test_what_recipe_and_data_count_must_agree(chats, tmp_path):
         data = TokenBlocks.from_files(chats, chat_tokenizer(), 16, loss=data_loss)
         recipe = Recipe(stage="distill", steps=1, batch_size=2, block_size=16, loss=loss)
         with pytest.raises(ValueError, match=f"{data_loss}.*{loss}"):
-            train(convert_model(teacher), teacher, data, tmp_path / "out", recipe=recipe)
+            train(convert_model(teacher, "gka"), teacher, data, tmp_path / "out", recipe=recipe)
 
 
 def test_commands_train_on_answers(tmp_path, chats):
     """Both stages, layer by layer too, and a cache of the teacher: both give the same first loss."""
     teacher = tiny_teacher("llama", layers=2, vocab_size=300)
     save_student(teacher, tmp_path / "teacher", chat_tokenizer())
-    save_student(convert_model(teacher), tmp_path / "student", chat_tokenizer())
+    save_student(convert_model(teacher, "gka"), tmp_path / "student", chat_tokenizer())
     texts = ["--teacher", tmp_path / "teacher", "--text", chats, "--loss", "answers", "--block-size", "16"]
     run = ["--student", tmp_path / "student", *texts, "--steps", "2", "--batch-size", "2", "--json"]
     losses = [result_of(memmix("align", *run, *more, "--out", tmp_path / f"aligned{len(more)}"))["first_loss"]

@@ -41,7 +41,7 @@ def teacher():
 
 
 def run(teacher, folder, recipe, keep=None, callback=None):
-    student = convert_model(teacher, keep=keep)
+    student = convert_model(teacher, "gka", keep=keep)
     result = train(student, teacher, random_rows(), folder, recipe=recipe, callbacks=[callback or TrainerCallback()])
     return student, result
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_compiles_as_it_did(tmp_path, teacher, programs, stage):
 
 def test_every_large_module_of_a_step_is_compiled_once(teacher):
     for stage in ("align", "distill"):
-        pair = make_pair(convert_model(teacher, keep=[1]), teacher, Recipe(stage=stage))
+        pair = make_pair(convert_model(teacher, "gka", keep=[1]), teacher, Recipe(stage=stage))
         modules = list(pair.modules_to_compile())
         inside = [inner for module in modules for inner in module.modules()]
         assert len({id(module) for module in inside}) == len(inside)

@@ -77,7 +77,7 @@ def checkpoints(folder):
 def finish(folder):
     """The weights after the run of TRAIN, from wherever it stands."""
     teacher = tiny_teacher("llama", layers=2)
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     align(student, teacher, random_rows(40), folder / "run", steps=4, save_every=1, learning_rate=1e-3, **SMALL_RUN)
     return student
 

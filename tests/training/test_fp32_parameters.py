@@ -78,7 +78,7 @@ def test_a_cast_leaves_what_no_checkpoint_holds(mixer):
 
 def test_a_cast_keeps_what_the_backbone_names_fp32(monkeypatch):
     """Some families name parameters of their own in `_keep_in_fp32_modules_strict`."""
-    student = convert_model(tiny_teacher("llama", layers=2))
+    student = convert_model(tiny_teacher("llama", layers=2), "gka")
     monkeypatch.setattr(type(student), "_keep_in_fp32_modules_strict", {r"input_layernorm\.weight$"})
     monkeypatch.delattr(student, "_keep_in_fp32_modules_strict", raising=False)
     cast_student(student, torch.bfloat16)

@@ -28,7 +28,7 @@ def data():
 
 
 def trained(teacher, data, folder, layers, **options):
-    student = convert_model(teacher, keep=[2])
+    student = convert_model(teacher, "gka", keep=[2])
     align(student, teacher, data, folder / f"run-{layers}", layers=layers, trainer=UNCLIPPED, **(OPTIONS | options))
     save_student(student, folder / layers)
     return folder / layers
@@ -36,7 +36,7 @@ def trained(teacher, data, folder, layers, **options):
 
 @pytest.mark.product  # its parts have tests
 def test_merged_slices_equal_one_run(tmp_path, teacher, data):
-    save_student(convert_model(teacher, keep=[2]), tmp_path / "start")
+    save_student(convert_model(teacher, "gka", keep=[2]), tmp_path / "start")
     whole = load_model(trained(teacher, data, tmp_path, "all"))
     # Adam does not care for the scale of a loss, here a mean over fewer layers, but for its epsilon
     parts = [trained(teacher, data, tmp_path, layers) for layers in ("0", "1-2", "3")]
@@ -51,21 +51,23 @@ def test_merged_slices_equal_one_run(tmp_path, teacher, data):
 
 
 def test_a_slice_trains_its_layers_alone(tmp_path, teacher, data):
-    moved = changed(load_model(trained(teacher, data, tmp_path, "1-2")), weights(convert_model(teacher, keep=[2])))
+    moved = changed(
+        load_model(trained(teacher, data, tmp_path, "1-2")), weights(convert_model(teacher, "gka", keep=[2]))
+    )
     assert moved and all(name.startswith("model.layers.1.self_attn.") for name in moved)
 
 
 @pytest.mark.product  # its parts have tests
 def test_students_that_cannot_be_merged_are_refused(tmp_path, teacher, data):
-    save_student(convert_model(teacher, keep=[2]), tmp_path / "start")
+    save_student(convert_model(teacher, "gka", keep=[2]), tmp_path / "start")
     first = trained(teacher, data, tmp_path, "0-1", steps=2)
     second = trained(teacher, data, tmp_path, "1", steps=2)
-    student = convert_model(teacher, keep=[2])
+    student = convert_model(teacher, "gka", keep=[2])
     distill(student, teacher, data, tmp_path / "run", **(OPTIONS | {"steps": 2}), rest_learning_rate=1e-3)
     save_student(student, tmp_path / "distilled")
     shutil.copytree(tmp_path / "start", tmp_path / "idle")
-    save_student(convert_model(teacher, keep=[1]), tmp_path / "other")
-    save_student(convert_model(teacher, keep=[2], ridge=0.3), tmp_path / "options")
+    save_student(convert_model(teacher, "gka", keep=[1]), tmp_path / "other")
+    save_student(convert_model(teacher, "gka", keep=[2], ridge=0.3), tmp_path / "options")
     for parts, message in (
         ([first, second], "both trained layer 1"),
         ([tmp_path / "distilled"], "not part of a mixer, .*before distill"),

@@ -38,7 +38,7 @@ def packed():
 def test_a_packed_row_is_its_documents(packed, family, keep):
     """Losses of both stages and every mixer's output, with kept attention layers and without."""
     teacher = tiny_teacher(family, layers=2)
-    student = convert_model(teacher, keep=keep)
+    student = convert_model(teacher, "gka", keep=keep)
     batch = {name: torch.stack([packed[i][name] for i in range(2)]) for name in ("input_ids", "position_ids")}
 
     def outputs(**inputs):
@@ -66,7 +66,7 @@ def test_a_packed_row_is_its_documents(packed, family, keep):
 def test_a_teacher_that_ignores_packing_is_refused(packed, tmp_path, family, stage):
     """Their masks are made without the positions, so their targets would mix documents that the student separates."""
     teacher = tiny_teacher(family, layers=2)
-    student, options = convert_model(teacher), {"steps": 1, "batch_size": 2, "block_size": 16, "pack": True}
+    student, options = convert_model(teacher, "gka"), {"steps": 1, "batch_size": 2, "block_size": 16, "pack": True}
 
     def run(data):
         if stage == "cache":
@@ -82,7 +82,7 @@ def test_a_teacher_that_ignores_packing_is_refused(packed, tmp_path, family, sta
 def test_gradients_of_align_are_those_of_the_documents(packed):
     """One mixer, whose targets have the same size packed and not: gradients add up over the documents."""
     teacher = tiny_teacher("llama", layers=1)
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     pair = AlignStudentTeacher(student, teacher)
     weight = student.model.layers[0].self_attn.o_proj.weight
     sizes = []
@@ -150,7 +150,7 @@ def test_a_stream_trains_and_resumes_like_rows_in_memory(sources, tmp_path):
     recipe = Recipe(steps=4, batch_size=2, block_size=16, learning_rate=1e-3, save_every=2, pack=True)
 
     def run(folder, files=sources[1], **options):
-        student, data = convert_model(teacher), StreamedBlocks(files, tokenizer, 16, True)
+        student, data = convert_model(teacher, "gka"), StreamedBlocks(files, tokenizer, 16, True)
         return student, train(student, teacher, data, folder, recipe=recipe, **options)
 
     whole, result = run(tmp_path / "whole")

@@ -25,7 +25,7 @@ GROUPS = [
 
 @pytest.fixture
 def student():
-    return convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    return convert_model(tiny_teacher("llama", layers=2), "gka", keep=[1])
 
 
 def test_first_matching_group_decides_and_zero_freezes(student):
@@ -272,7 +272,7 @@ def test_a_teacher_of_shared_weights_teaches_like_a_copy(tmp_path, kind, family)
     teacher = tiny_teacher(family, layers=2)
     before, data = weights(teacher), random_rows(40)
     options = {"stage": "distill", "steps": 3, "learning_rate": 1e-3, **SMALL_RUN}
-    students = [convert_model(teacher, keep=[1]) for _ in range(2)]
+    students = [convert_model(teacher, "gka", keep=[1]) for _ in range(2)]
     start, losses = weights(students[0]), []
     for student, name in zip(students, ("copy", kind), strict=True):
         recipe = Recipe(**options, teacher=name, rest_learning_rate=1e-2 if name == "lora" else 0.0)
@@ -286,11 +286,11 @@ def test_a_teacher_of_shared_weights_teaches_like_a_copy(tmp_path, kind, family)
 
 
 def test_shared_weights_are_one_copy_in_memory(tmp_path):
-    teacher, student = tiny_teacher("llama", layers=2), convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    teacher, student = tiny_teacher("llama", layers=2), convert_model(tiny_teacher("llama", layers=2), "gka", keep=[1])
     shared = share_weights(student, teacher)
     own = {name for name, p in teacher.named_parameters() if all(p is not q for q in student.parameters())}
     assert shared and own == {n for n, _ in teacher.named_parameters() if n.startswith("model.layers.0.self_attn")}
-    trained = convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    trained = convert_model(tiny_teacher("llama", layers=2), "gka", keep=[1])
     trained.model.layers[0].mlp.up_proj.weight.data += 1
     with pytest.raises(ValueError, match="up_proj.weight differs between student and teacher"):
         share_weights(trained, tiny_teacher("llama", layers=2))
@@ -298,7 +298,7 @@ def test_shared_weights_are_one_copy_in_memory(tmp_path):
 
 def test_tied_tensors_of_a_teacher_are_tied_again_after_sharing():
     teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
-    student, before = convert_model(teacher, keep=[1]), weights(teacher)
+    student, before = convert_model(teacher, "gka", keep=[1]), weights(teacher)
     share_weights(student, teacher)
     unshare_weights(student, teacher)
     assert teacher.lm_head.weight is teacher.model.embed_tokens.weight

@@ -18,7 +18,7 @@ SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "2", "--save-ever
 def workspace(tmp_path):
     teacher = tiny_teacher("llama", layers=2)
     save_student(teacher, tmp_path / "teacher", tiny_tokenizer())
-    save_student(convert_model(teacher), tmp_path / "s0", tiny_tokenizer())
+    save_student(convert_model(teacher, "gka"), tmp_path / "s0", tiny_tokenizer())
     (tmp_path / "text.txt").write_text(tiny_text(800))
     return tmp_path
 
@@ -49,7 +49,7 @@ def test_a_trained_student_has_all_that_the_first_had(workspace, stage):
 @pytest.mark.parametrize("stage", ["align", "distill"])
 def test_a_trained_student_has_the_dtypes_of_the_first(workspace, stage):
     """It is trained in fp32 and written as it was: bf16, but for what a mixer keeps in fp32."""
-    first = convert_model(tiny_teacher("llama", layers=2).bfloat16())
+    first = convert_model(tiny_teacher("llama", layers=2).bfloat16(), "gka")
     save_student(first, workspace / "s0", tiny_tokenizer(), overwrite=True)
     run = command(workspace, stage)
     assert run.exit_code == 0, run.output

@@ -36,25 +36,29 @@ def data():
 
 
 def test_another_run_does_not_continue_a_run(tmp_path, teacher, data):
-    align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
-    moved, other = convert_model(teacher), copy.deepcopy(teacher)
+    align(convert_model(teacher, "gka"), teacher, data, tmp_path, **OPTIONS)
+    moved, other = convert_model(teacher, "gka"), copy.deepcopy(teacher)
     moved.lm_head.weight.data[0, 0] += 1
     attention_module(other, 1).q_proj.weight.data *= 1.1
     for change, options, what in (
-        ({"student": convert_model(teacher, ridge=0.2)}, {}, r"student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2"),
-        ({"student": convert_model(teacher, keep=[0])}, {}, "student.config.mixer_types"),
+        (
+            {"student": convert_model(teacher, "gka", ridge=0.2)},
+            {},
+            r"student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2",
+        ),
+        ({"student": convert_model(teacher, "gka", keep=[0])}, {}, "student.config.mixer_types"),
         ({"student": moved}, {}, "student.weights was"),
         ({"teacher": other}, {}, "teacher.weights was"),
         ({"data": random_rows(21)}, {}, "data was"),
         ({}, {"learning_rate": 0.5}, "recipe.learning_rate was [0-9.e-]+, is 0.5"),
         ({}, {"trainer": {"max_grad_norm": 0.5}}, "recipe.trainer.max_grad_norm was None, is 0.5"),
     ):
-        run = {"student": convert_model(teacher), "teacher": teacher, "data": data} | change
+        run = {"student": convert_model(teacher, "gka"), "teacher": teacher, "data": data} | change
         with pytest.raises(ValueError, match=rf"belongs to another run \(.*{what}"):
             align(**run, output_dir=tmp_path, **OPTIONS | options)
     with pytest.raises(ValueError, match="checkpoint-2 belongs to an earlier run"):
-        align(convert_model(teacher), teacher, data, tmp_path, resume=False, **OPTIONS)
-    align(convert_model(teacher), teacher, data, tmp_path, trainer={"logging_steps": 1}, **OPTIONS)
+        align(convert_model(teacher, "gka"), teacher, data, tmp_path, resume=False, **OPTIONS)
+    align(convert_model(teacher, "gka"), teacher, data, tmp_path, trainer={"logging_steps": 1}, **OPTIONS)
 
 
 # ---- whole checkpoints
@@ -63,7 +67,7 @@ def test_another_run_does_not_continue_a_run(tmp_path, teacher, data):
 @pytest.mark.product_rows(r"align")  # align and distill share this code
 @STAGES
 def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
-    stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+    stage(convert_model(teacher, "gka"), teacher, data, tmp_path, **OPTIONS)
     last = tmp_path / "checkpoint-2"
     names = {path.name for path in last.iterdir()} - {"memmix_run.json"}
     assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
@@ -75,13 +79,13 @@ def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
             if broken is not None:
                 (last / name).write_bytes(broken)
             with pytest.raises(ValueError, match=f"{name} .*{told}.*remove that folder .* checkpoint-1"):
-                stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+                stage(convert_model(teacher, "gka"), teacher, data, tmp_path, **OPTIONS)
             (last / name).write_bytes(content)
-    stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+    stage(convert_model(teacher, "gka"), teacher, data, tmp_path, **OPTIONS)
 
 
 def test_every_field_of_a_run_file_is_checked(tmp_path, teacher, data):
-    align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+    align(convert_model(teacher, "gka"), teacher, data, tmp_path, **OPTIONS)
     file = tmp_path / "checkpoint-2" / "memmix_run.json"
     record = json.loads(file.read_text())
     files = {name: value for name, value in record["files"].items() if name != "optimizer.pt"}
@@ -89,7 +93,7 @@ def test_every_field_of_a_run_file_is_checked(tmp_path, teacher, data):
     for content in ({**record, "files": files}, *broken, [], None):
         file.unlink() if content is None else file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match="memmix_run.json.*(corrupt|no hash|not readable).*remove that folder"):
-            align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+            align(convert_model(teacher, "gka"), teacher, data, tmp_path, **OPTIONS)
 
 
 def test_files_in_folders_of_a_checkpoint_are_checked(tmp_path):
@@ -108,10 +112,10 @@ def test_files_in_folders_of_a_checkpoint_are_checked(tmp_path):
 
 
 def test_a_converted_teacher_is_refused(tmp_path, teacher, data):
-    converted = convert_model(teacher)
+    converted = convert_model(teacher, "gka")
     for use in (
-        lambda: align(convert_model(teacher), converted, data, tmp_path, **OPTIONS),
-        lambda: distill(convert_model(teacher), converted, data, tmp_path, **OPTIONS),
+        lambda: align(convert_model(teacher, "gka"), converted, data, tmp_path, **OPTIONS),
+        lambda: distill(convert_model(teacher, "gka"), converted, data, tmp_path, **OPTIONS),
         lambda: write_cache(converted, data, tmp_path / "cache", 4),
     ):
         with pytest.raises(ValueError, match="the teacher is a converted model, not a transformer"):
@@ -119,12 +123,12 @@ def test_a_converted_teacher_is_refused(tmp_path, teacher, data):
 
 
 def test_weights_that_are_no_numbers_are_named(tmp_path, teacher, data):
-    broken, student = copy.deepcopy(teacher), convert_model(teacher)
+    broken, student = copy.deepcopy(teacher), convert_model(teacher, "gka")
     broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
     student.model.norm.weight.data[0] = float("inf")
     for stage in (align, distill):
         for pair, named in (
-            ((convert_model(teacher), broken), "teacher .* 1 tensors: model.layers.1.mlp.up_proj.weight"),
+            ((convert_model(teacher, "gka"), broken), "teacher .* 1 tensors: model.layers.1.mlp.up_proj.weight"),
             ((student, teacher), "student .* 1 tensors: model.norm.weight"),
         ):
             with pytest.raises(ValueError, match=named):
@@ -135,7 +139,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, teacher, data):
 
 @STAGES
 def test_training_leaves_use_cache_alone(tmp_path, teacher, data, stage):
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     assert student.config.use_cache
     stage(student, teacher, data, tmp_path, **OPTIONS)
     assert student.config.use_cache
@@ -166,7 +170,7 @@ def test_a_second_process_gets_an_error_that_names_the_first(tmp_path, teacher, 
         with pytest.raises(
             ValueError, match=rf"another process works in .*run.*process {process.pid} on .*, since 20"
         ):
-            align(convert_model(teacher), teacher, data, folder, **OPTIONS)
+            align(convert_model(teacher, "gka"), teacher, data, folder, **OPTIONS)
         monkeypatch.setenv("RANK", "1")  # rank 0 of the launch has taken it for all
         with run_lock(folder):
             pass
@@ -175,7 +179,7 @@ def test_a_second_process_gets_an_error_that_names_the_first(tmp_path, teacher, 
         process.kill()
         process.join()
     assert lock_file(folder).exists()  # of a dead process: taken over
-    align(convert_model(teacher), teacher, data, folder, **OPTIONS)
+    align(convert_model(teacher, "gka"), teacher, data, folder, **OPTIONS)
     assert not lock_file(folder).exists()
 
 

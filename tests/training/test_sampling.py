@@ -18,7 +18,7 @@ def at(tmp_path):
     # any of 60 tokens ends an answer, as Llama 3 has several such tokens
     teacher.generation_config.update(do_sample=True, temperature=1.5, eos_token_id=[2, *range(100, 160)])
     save_student(teacher, tmp_path / "teacher", chat_tokenizer())
-    save_student(convert_model(teacher), tmp_path / "student", chat_tokenizer())
+    save_student(convert_model(teacher, "gka"), tmp_path / "student", chat_tokenizer())
     rows = [{"prompt": "who " + "is " * n} for n in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path

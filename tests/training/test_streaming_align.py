@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused(copied):
 @pytest.fixture
 def workspace(tmp_path):
     save_student(tiny_teacher("llama", layers=2), tmp_path / "teacher", tiny_tokenizer())
-    save_student(convert_model(tmp_path / "teacher"), tmp_path / "student", tiny_tokenizer())
+    save_student(convert_model(tmp_path / "teacher", "gka"), tmp_path / "student", tiny_tokenizer())
     (tmp_path / "text.txt").write_text(tiny_text(800))
     return tmp_path
 

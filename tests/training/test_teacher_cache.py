@@ -52,7 +52,7 @@ def test_rows_hold_the_teachers_top_k(tmp_path, teacher, data, k):
 def test_a_run_on_the_cache_is_a_run_on_the_teacher(tmp_path, teacher, data):
     """k = V: the same losses up to the fp16 of the file; nothing but the cache is read."""
     write_cache(teacher, data, tmp_path / "c", 64)
-    students = [convert_model(teacher, keep=[1]) for _ in range(2)]
+    students = [convert_model(teacher, "gka", keep=[1]) for _ in range(2)]
     whole = train(students[0], teacher, data, tmp_path / "a", recipe=Recipe(**OPTIONS))
     recipe = Recipe(**OPTIONS, teacher=f"cache:{tmp_path / 'c'}")
     cached = train(students[1], None, data, tmp_path / "b", recipe=recipe)
@@ -65,7 +65,7 @@ def test_a_small_k_still_teaches(tmp_path, teacher, data):
     cache, options = tmp_path / "c", OPTIONS | {"steps": 12, "save_every": 2, "rest_learning_rate": 1e-3}
     write_cache(teacher, data, cache, 4)
     recipe = Recipe(**options, teacher=f"cache:{cache}")
-    result = train(convert_model(teacher, keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+    result = train(convert_model(teacher, "gka", keep=[1]), None, data, tmp_path / "run", recipe=recipe)
     assert result["last_loss"] < 0.8 * result["first_loss"]
     rows = CachedBlocks(data, cache)
     first, in_fp32 = rows[0], rows.fingerprint()
@@ -74,7 +74,7 @@ def test_a_small_k_still_teaches(tmp_path, teacher, data):
     write_cache(teacher.bfloat16(), data, cache, 4, overwrite=True)
     assert CachedBlocks(data, cache).fingerprint() != in_fp32
     with pytest.raises(ValueError, match=r"another run \(data"):
-        train(convert_model(teacher.float(), keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+        train(convert_model(teacher.float(), "gka", keep=[1]), None, data, tmp_path / "run", recipe=recipe)
 
 
 def test_a_cache_of_something_else_is_refused(tmp_path, teacher, data):

@@ -31,7 +31,7 @@ def teacher():
 
 
 def test_align_lowers_the_layer_error_and_trains_mixers_only(tmp_path, data, teacher):
-    student, before = convert_model(teacher), weights(teacher)
+    student, before = convert_model(teacher, "gka"), weights(teacher)
     start = weights(student)
     tokens = data.blocks[:8].flatten()
     error = report(student, teacher, tokens, block_size=16)["layer_error"]
@@ -47,13 +47,13 @@ def test_align_lowers_the_layer_error_and_trains_mixers_only(tmp_path, data, tea
 
 
 def test_distill_lowers_the_kl_and_respects_both_learning_rates(tmp_path, data, teacher):
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, "gka", keep=[1])
     start = weights(student)
     result = distill(student, teacher, data, tmp_path, steps=12, learning_rate=3e-3, rest_learning_rate=1e-3, **SMALL)
     assert result["last_loss"] < 0.9 * result["first_loss"]
     assert "model.layers.1.mlp.up_proj.weight" in changed(student, start)
 
-    frozen = convert_model(teacher, keep=[1])
+    frozen = convert_model(teacher, "gka", keep=[1])
     distill(frozen, teacher, data, tmp_path / "b", steps=2, learning_rate=3e-3, rest_learning_rate=0.0, **SMALL)
     moved = changed(frozen, start)
     assert moved and all(name.startswith(attention_prefix(frozen, 0)) for name in moved)
@@ -63,7 +63,7 @@ def test_distill_lowers_the_kl_and_respects_both_learning_rates(tmp_path, data, 
 @pytest.mark.parametrize("stage", [align, distill])
 def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
     options = {"steps": 6, "save_every": 3, "learning_rate": 1e-3, **SMALL}
-    whole, broken, resumed = (convert_model(teacher, keep=[1]) for _ in range(3))
+    whole, broken, resumed = (convert_model(teacher, "gka", keep=[1]) for _ in range(3))
     assert not stage(whole, teacher, data, tmp_path / "whole", **options)["resumed"]
     with pytest.raises(Stopped):
         stage(broken, teacher, data, tmp_path / "broken", callbacks=[StopBefore(4)], **options)
@@ -75,7 +75,7 @@ def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
 def test_a_complete_run_is_not_trained_further_when_it_is_asked_for_again(tmp_path, data, teacher):
     """As after a kill between the last checkpoint and the export. Tokens are counted in the log and in checkpoints."""
     options = {"steps": 4, "save_every": 2, "gradient_accumulation": 2, "trainer": {"logging_steps": 1}, **SMALL}
-    first, second = convert_model(teacher), convert_model(teacher)
+    first, second = convert_model(teacher, "gka"), convert_model(teacher, "gka")
     before = align(first, teacher, data, tmp_path, **options)
     again = align(second, teacher, data, tmp_path, **options)
     assert not changed(second, weights(first))
@@ -101,7 +101,7 @@ def test_divergence_stops_the_run_and_spares_the_last_checkpoint(
     """
     norms, norm_of_tensors = [], torch._foreach_norm
     monkeypatch.setattr(torch, "_foreach_norm", lambda *args: norms.append(args) or norm_of_tensors(*args))
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     weight = student.model.layers[0].self_attn.o_proj.weight
     steps = iter(range(1, 10))
 
@@ -135,12 +135,20 @@ def test_data_that_does_not_fit_is_refused(tmp_path, data, teacher):
         (few, {"batch_size": 3, "gradient_accumulation": 2}, "4 rows of 16 tokens, one step reads 6 "),
     ):
         with pytest.raises(ValueError, match=message):
-            align(convert_model(teacher), teacher, rows, tmp_path, **SMALL | {"steps": 1} | options)
-    align(convert_model(teacher), teacher, few, tmp_path, **SMALL | {"steps": 1})
+            align(convert_model(teacher, "gka"), teacher, rows, tmp_path, **SMALL | {"steps": 1} | options)
+    align(convert_model(teacher, "gka"), teacher, few, tmp_path, **SMALL | {"steps": 1})
+
+
+def test_windows_that_read_whole_rows_are_told(tmp_path, data, teacher, caplog):
+    for window, told in ((16, 1), (15, 0)):
+        caplog.clear()
+        student = convert_model(teacher, "window", window=window)
+        align(student, teacher, data, tmp_path / str(window), **SMALL | {"steps": 1})
+        assert len([line for line in caplog.records if line.name == "hf_memmix.training.train"]) == told
 
 
 def test_models_that_do_not_fit_are_refused(tmp_path, data, teacher):
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     with pytest.raises(ValueError, match="the teacher was made for 8 tokens"):
         align(student, tiny_teacher("llama", layers=2, max_position_embeddings=8), data, tmp_path, **SMALL)
     with pytest.raises(ValueError, match="teacher's vocabulary has 80 tokens, the student's 64"):
@@ -152,7 +160,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path, data, teacher):
 @pytest.mark.product  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 def test_recomputed_activations_change_nothing(tmp_path, data, teacher, stage):
-    students = [convert_model(teacher, keep=[1]) for _ in range(2)]
+    students = [convert_model(teacher, "gka", keep=[1]) for _ in range(2)]
     for student, on in zip(students, (False, True), strict=True):
         stage(student, teacher, data, tmp_path / str(on), steps=3, gradient_checkpointing=on, **SMALL)
     assert not changed(students[0], weights(students[1])) and not students[1].is_gradient_checkpointing
@@ -161,7 +169,7 @@ def test_recomputed_activations_change_nothing(tmp_path, data, teacher, stage):
 @pytest.mark.product  # one of several examples stays
 @pytest.mark.parametrize("stage", [align, distill])
 def test_a_teacher_in_bf16_guides_an_fp32_student(tmp_path, data, teacher, stage):
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, "gka", keep=[1])
     result = stage(student, teacher.bfloat16(), data, tmp_path, steps=2, **SMALL)
     assert student.dtype == torch.float32 and teacher.dtype == torch.bfloat16
     assert torch.tensor(result["last_loss"]).isfinite()
@@ -170,7 +178,7 @@ def test_a_teacher_in_bf16_guides_an_fp32_student(tmp_path, data, teacher, stage
 @pytest.mark.product_rows(r"align")  # align and distill share this code
 @pytest.mark.parametrize("stage", [align, distill])
 def test_bf16_trains_fp32_weights(tmp_path, data, teacher, stage):
-    plain, half = convert_model(teacher), convert_model(teacher)
+    plain, half = convert_model(teacher, "gka"), convert_model(teacher, "gka")
     options = {"steps": 6, "learning_rate": 1e-3, **SMALL}
     wanted = stage(plain, teacher, data, tmp_path / "a", **options)["log"]
     found = stage(half, teacher, data, tmp_path / "b", bf16=True, **options)["log"]
@@ -186,7 +194,7 @@ def test_accumulation_reads_the_rows_of_a_step_also_at_the_end_of_an_epoch(tmp_p
     for accumulation in (1, 2):
         options = SMALL | {"steps": 5, "batch_size": 4 // accumulation, "trainer": {"logging_steps": 1}}
         options["gradient_accumulation"] = accumulation
-        result = distill(convert_model(teacher), teacher, ten, tmp_path / str(accumulation), **options)
+        result = distill(convert_model(teacher, "gka"), teacher, ten, tmp_path / str(accumulation), **options)
         losses.append([entry["loss"] for entry in result["log"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -204,7 +212,12 @@ def test_the_loss_that_is_shown_between_two_logs_is_that_of_a_row(tmp_path, data
         shown.append([])
         options = {**SMALL, "steps": 2, "batch_size": 4 // accumulation, "gradient_accumulation": accumulation}
         distill(
-            convert_model(teacher), teacher, same_rows, tmp_path / str(accumulation), callbacks=[Watch()], **options
+            convert_model(teacher, "gka"),
+            teacher,
+            same_rows,
+            tmp_path / str(accumulation),
+            callbacks=[Watch()],
+            **options,
         )
     assert len(shown[0]) == 2 and shown[0] == pytest.approx(shown[1], rel=1e-3)
 
@@ -212,7 +225,7 @@ def test_the_loss_that_is_shown_between_two_logs_is_that_of_a_row(tmp_path, data
 def test_a_layer_of_the_teacher_without_output_has_a_finite_loss(data, teacher):
     """The error is relative to the size of its output, which is zero."""
     torch.nn.init.zeros_(teacher.model.layers[0].self_attn.o_proj.weight)
-    student = convert_model(teacher)
+    student = convert_model(teacher, "gka")
     torch.nn.init.ones_(student.model.layers[0].self_attn.o_proj.weight)
     loss = AlignStudentTeacher(student, teacher)(data.blocks[:2])["loss"]
     loss.backward()

@@ -22,7 +22,7 @@ SFT = """
 @pytest.mark.parametrize("options", ["", "--packing", "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj"])
 def test_trl_sft_trains_a_saved_student(tmp_path, options):
     pytest.importorskip("trl")
-    student = convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    student = convert_model(tiny_teacher("llama", layers=2), "gka", keep=[1])
     save_student(student, tmp_path / "student", tiny_tokenizer())
     (tmp_path / "data").mkdir()
     rows = [json.dumps({"text": tiny_text(5 + i % 4, seed=i)}) for i in range(24)]
@@ -66,7 +66,7 @@ def variety(completions, **kwargs):
 def test_trl_trains_a_converted_chat_model(tmp_path, program):
     """Supervised, by preferences, as a model of rewards (another head), and by rewards of its own answers."""
     pytest.importorskip("trl")
-    student = convert_model(tiny_teacher("llama", layers=2, vocab_size=300), keep=[1])
+    student = convert_model(tiny_teacher("llama", layers=2, vocab_size=300), "gka", keep=[1])
     save_student(student, tmp_path / "student", chat_tokenizer())
     row, own = CHATS[program]
     (tmp_path / "data").mkdir()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.hashes import read_sealed, write_sealed
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import DEFAULT_SINKS
 from hf_memmix.training.evaluation.layer_runs import LayerRuns
 from hf_memmix.training.evaluation.layer_selection import divergence, text_loss
 from hf_memmix.training.evaluation.picture import new_picture, write_picture
@@ -124,7 +125,7 @@ class Search:
         data: SelectionData,
         *,
         window: int,
-        sinks: int = 0,
+        sinks: int = DEFAULT_SINKS,
         drop: bool = False,
         weight: float = 1.0,
         batch_size: int = 8,

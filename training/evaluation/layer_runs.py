@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_memmix._transformers import MASKED_ATTENTION, attention_implementation, execution_device
 from hf_memmix.conversion.families import attention_module, decoder_layers
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import DEFAULT_SINKS
 
 
 class LayerRuns:
@@ -31,7 +32,7 @@ class LayerRuns:
             model does not take a mask.
     """
 
-    def __init__(self, teacher: nn.Module, window: int, sinks: int = 0):
+    def __init__(self, teacher: nn.Module, window: int, sinks: int = DEFAULT_SINKS):
         if window < 1:
             raise UserError(f"window is {window}; a token reads at least itself, give 1 or more")
         if not 0 <= sinks <= window:

@@ -119,7 +119,7 @@ def test_a_file_of_another_search_is_refused(teacher, data, tmp_path):
     search_of(teacher, data, **options).run(1)
     for other, name in (
         ({"window": 6}, "window"),
-        ({"sinks": 1}, "sinks"),
+        ({"sinks": 2}, "sinks"),
         ({"drop": True}, "drop"),
         ({"identity": {"teacher": "b"}}, "teacher"),
     ):

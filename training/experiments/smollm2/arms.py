@@ -30,25 +30,25 @@ from hf_memmix.training.train import align, distill, load_recipe
 
 # by name the options of the mixer and, if there is one, of the window beside it. The state of GKA has the bytes of a
 # window of 384 tokens, that of gated_delta those of 192
-FIRST_TOKEN = {"window": {"sinks": 1}}
+FIRST_TOKEN, NO_FIRST_TOKEN = {"window": {"sinks": 1}}, {"window": {"sinks": 0}}
 ARMS = {
-    "window 384": {"window": {"window": 384}},
-    "window 64": {"window": {"window": 64}},
+    "window 384": {"window": {"window": 384, "sinks": 0}},
+    "window 64": {"window": {"window": 64, "sinks": 0}},
     "window 384, first token": {"window": {"window": 384, "sinks": 1}},
     "window 192, first token": {"window": {"window": 192, "sinks": 1}},
     "window 64, first token": {"window": {"window": 64, "sinks": 1}},
     "gka": {"gka": {}},
-    "gka + window 64": {"gka": {"local_window": 64}},
+    "gka + window 64": {"gka": {"local_window": 64}} | NO_FIRST_TOKEN,
     "gka + window 64, first token": {"gka": {"local_window": 64}} | FIRST_TOKEN,
     "gated_delta": {"gated_delta": {}},
-    "gated_delta + window 64": {"gated_delta": {"local_window": 64}},
+    "gated_delta + window 64": {"gated_delta": {"local_window": 64}} | NO_FIRST_TOKEN,
     "gated_delta + window 64, first token": {"gated_delta": {"local_window": 64}} | FIRST_TOKEN,
-    "gated_delta + window 192": {"gated_delta": {"local_window": 192}},
+    "gated_delta + window 192": {"gated_delta": {"local_window": 192}} | NO_FIRST_TOKEN,
     "gated_delta + window 192, first token": {"gated_delta": {"local_window": 192}} | FIRST_TOKEN,
     "gka, long": {"gka": {"half_lives": [16, 2048]}},
     "gated_delta, long": {"gated_delta": {"half_lives": [16, 2048]}},
     "kda": {"kda": {}},
-    "kda + window 192": {"kda": {"local_window": 192}},
+    "kda + window 192": {"kda": {"local_window": 192}} | NO_FIRST_TOKEN,
     "kda + window 192, first token": {"kda": {"local_window": 192}} | FIRST_TOKEN,
     "lattice": {"lattice": {}},
     "mamba2": {"mamba2": {}},

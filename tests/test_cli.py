@@ -78,7 +78,7 @@ def test_mistakes_are_one_clear_line(workspace):
         ([*convert, "--option", "window=0"], "window=0"),
         ([*convert, "--layers", "ska=0 gka=1", "--option", "rank=4"], "rank is an option of one mixer"),
         (["report", *pair], "convert it"),
-        ([*select, "--keep-count", "2"], "keep is 2"),
+        ([*select, "--mixer", "gka", "--keep-count", "2"], "keep is 2"),
         ([*select, "--keep-layers", "0-1"], "keeps all 2 layers"),
         ([*select, "--mixers", "gka,ska", "--train-text", workspace / "text.txt", "--keep-count", "2"], "keeps all 2"),
     ):

@@ -173,6 +173,7 @@ def test_command_refuses_what_vllm_refuses(folders):
         (["--model-impl", "transformers"], "--model-impl transformers: vLLM would build the model without the plugin"),
         (["--tensor-parallel-size=3"], "--tensor-parallel-size 3: gka of layer 1: 2 heads cannot be"),
         (["--quantization=fp8"], "^--quantization .*: a quantised checkpoint has"),
+        (["--quantization=torchao"], "^--quantization torchao: vLLM does not know how"),
         (["--max-model-len=9999"], "max_model_len .9999. is greater than the derived"),
         (["--prot=8001"], "^vllm serve: unrecognized arguments: --prot=8001$"),
         (["--dtype=int8"], "^vllm serve: argument --dtype: invalid choice: 'int8'"),

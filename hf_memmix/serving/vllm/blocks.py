@@ -13,6 +13,7 @@ from ...errors import UserError
 from ...mixers import ATTENTION, new_layer
 
 NO_PLUGIN = "vLLM would build the model without the plugin, which puts in the mixers; leave the option out"
+TORCHAO = {"quantization_config_dict_json", "quantization_config_file"}  # in --hf-overrides
 # vLLM writes its log to stdout, where `memmix serve --json` writes its answer
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
@@ -21,7 +22,7 @@ def configuration(folder: Path, arguments: list[str]):
     """vLLM's configuration (VllmConfig) for a model folder and options of `vllm serve`.
 
     Raises:
-        UserError: vLLM or the plugin refuses an option, or vLLM does not know it.
+        UserError: vLLM or the plugin refuses an option, vLLM does not know it, or it needs a library that is missing.
     """
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update({name: value for name, value in QUIET.items() if before[name] is None})
@@ -36,13 +37,18 @@ def configuration(folder: Path, arguments: list[str]):
         given = parser.parse_args(["--model", str(folder), *arguments])
         if given.model_impl not in ("auto", "vllm"):
             raise UserError(f"--model-impl {given.model_impl}: {NO_PLUGIN}")
+        if given.quantization == "torchao" and not TORCHAO & {*(given.hf_overrides or ())}:
+            raise UserError(
+                "--quantization torchao: vLLM does not know how torchao shall round; give --hf-overrides as in"
+                " hf_memmix/serving/README.md"
+            )
         try:
             return AsyncEngineArgs.from_cli_args(given).create_engine_config()
         except ValidationError as error:  # "Value error, " and then the line of a check of vLLM or of ours
             raise UserError(
                 "; ".join(_line(e["msg"].partition(", ")[2] or e["msg"]) for e in error.errors())
             ) from error
-        except ValueError as error:
+        except (ValueError, ImportError) as error:  # ImportError: the library of an option is not installed
             raise UserError(_line(error)) from error
     finally:
         for name, value in before.items():

@@ -1,10 +1,14 @@
 """Runs the command line inside the process of the test."""
 
+import functools
 import json
 
-from typer.testing import CliRunner
+import typer.testing
 
 from hf_memmix.commands import app
+
+# each call would make all commands again, which takes longer than most refusals
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # options of a very short training
 SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
@@ -12,7 +16,7 @@ SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
 
 def memmix(*args):
     """The result of `memmix ARGS`."""
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    return typer.testing.CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def result_of(run):

@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "transformers", "numpy", "hf_memmix.configuration_memmix", "hf_memmix.conversion.loading"]
 # the console script, several times in one process
 SCRIPT = """
-import contextlib, io, json, sys
-import hf_memmix_cli
+import contextlib, functools, io, json, sys
+import hf_memmix_cli, typer.main
 
+typer.main.get_command = functools.cache(typer.main.get_command)  # each call would make all commands again
 told = []
 
 def heavy_after(*arguments):

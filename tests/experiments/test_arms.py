@@ -95,7 +95,11 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
     assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 14 * 128 and arm["heldout_kl"] > 0
     assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_128_choice"]
     assert {"fact", "drilled"} == {row["task"] for row in arm["recall"]}
-    results = {"rows": rows, "settings": {"lengths": [128], "window": args.window}, "environment": ENVIRONMENT}
+    results = {
+        "rows": rows,
+        "settings": {"lengths": [128], "probes": ["fact"], "window": args.window},
+        "environment": ENVIRONMENT,
+    }
     assert f"| gka, drills 50% | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
 
 
@@ -150,6 +154,7 @@ def test_seeds_of_an_arm_share_a_line_and_lengths_that_the_teacher_fails_are_lef
     rows = [common | teacher | {"arm": "teacher"}]
     for keep, ratio in (([0], 1.5), ([], 1.1), ([], 1.3)):
         rows.append(common | {"keep": keep, "domain_ppl_ratio": ratio})
-    results = {"rows": rows, "settings": {"lengths": [48, 96, 99], "window": 4}, "environment": ENVIRONMENT}
+    settings = {"lengths": [48, 96, 99], "probes": ["fact"], "window": 4}
+    results = {"rows": rows, "settings": settings, "environment": ENVIRONMENT}
     table = arms_report.table(results)
     assert "| 1.100 to 1.300 | 50 | 90 |\n" in table and "| 1.500 | 50 | 90 |\n" in table

@@ -8,7 +8,6 @@ from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR
 
 HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "answers, %")
 FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
-PROBE = "fact"
 
 
 def finished(results: dict) -> list[dict]:
@@ -20,36 +19,38 @@ def table(results: dict) -> str:
     """The tables, and below them how the kept layers were chosen."""
     teacher, *students = finished(results)
     counts = sorted({len(row["keep"]) for row in students}, reverse=True)
-    # the shortest one asks for little: the windows read most of it
-    lengths = [n for n in results["settings"]["lengths"][1:] if teacher[f"{PROBE}_{n}_choice"] >= LEAST_OF_TEACHER]
-    parts = [_of_kept([row for row in students if len(row["keep"]) == count], teacher, lengths) for count in counts]
+    # the shortest length asks for little: the windows read most of it
+    probes, lengths = results["settings"]["probes"], results["settings"]["lengths"][1:]
+    asked = [(probe, n) for probe in probes for n in lengths if teacher[f"{probe}_{n}_choice"] >= LEAST_OF_TEACHER]
+    parts = [_of_kept([row for row in students if len(row["keep"]) == count], teacher, asked) for count in counts]
     usual = min(students, key=lambda row: row["tokens"])
     several = len({row.get("seed") for row in students}) > 1
     parts.append(
         f"KL and ratio of perplexities: on held-out text and on the domain, after {usual['align']} steps of align and"
         f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Answers: generated, at 1,024 tokens."
-        f" `{PROBE}`: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
+        f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
         f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
         f"{_choice(teacher, results['settings'])} {measured_at(results)}."
     )
     return "\n\n".join(parts)
 
 
-def _of_kept(students: list[dict], teacher: dict, lengths: list[int]) -> str:
+def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) -> str:
     """The table of the students with one number of kept layers, and which layers these are."""
     groups: dict[str, list[dict]] = {}
     usual = min(row["tokens"] for row in students)
     for row in students:
         groups.setdefault(_name(row, usual), []).append(row)
     groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
-    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], lengths)]]
+    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], asked)]]
     for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
-        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, lengths)])
+        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, asked)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
-    quality = markdown_table((title, *HEAD, *(f"`{PROBE}`, {n:,}" for n in lengths)), lines, figures=True)
-    return "\n\n".join([quality, *_far(title, {"teacher": [teacher]} | groups)])
+    quality = markdown_table((title, *HEAD, *(f"`{probe}`, {n:,}" for probe, n in asked)), lines, figures=True)
+    # kept layers read all tokens, so what they recall hardly depends on the distance
+    return "\n\n".join([quality, *([] if keep else _far(title, {"teacher": [teacher]} | groups))])
 
 
 def _name(row: dict, usual: int) -> str:
@@ -74,14 +75,15 @@ def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
     head = (f"{title}, far", *(f"`{probe}`, {int(length):,}" for probe, length in probes))
     note = (
         f"Choice in percent where the sentence stands at least {FAR} tokens before the question, outside every window."
-        f" One of eight is right by chance. `{DRILLED}`: sentences and words of the drills, in held-out text."
+        f" One of eight is right by chance, of `pairs` one of four. `{DRILLED}`: sentences and words of the drills, in"
+        " held-out text."
     )
     return [markdown_table(head, lines, figures=True), note]
 
 
-def _shares(rows: list[dict], lengths: list[int]) -> list[str]:
-    """The generated answers, and the choice by length."""
-    names = ("generated_answers", *(f"{PROBE}_{length}_choice" for length in lengths))
+def _shares(rows: list[dict], asked: list[tuple[str, int]]) -> list[str]:
+    """The generated answers, and the choice by probe and length."""
+    names = ("generated_answers", *(f"{probe}_{length}_choice" for probe, length in asked))
     return [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in names]
 
 

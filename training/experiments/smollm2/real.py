@@ -17,10 +17,10 @@ from rich.progress import Progress
 
 from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.training import demo
-from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.common.harness import device, matches
 from hf_memmix.training.experiments.results import read
 
-PUBLISHED = "window 384, first token"  # the arm of results/first_token.json
+PUBLISHED = {"arm": "window 384, first token", "drills": None, "seed": 0}  # of results/seeds.json
 MIXER, OPTIONS = "window", {"window": 384, "sinks": 1}
 CONTEXTS = (1024, 8192)  # the transformer reads 8,192 tokens
 SIZES = {
@@ -60,7 +60,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the results and the student")],
 ) -> None:
     """Convert, train, measure and save; print the published figures beside."""
-    published = next(row for row in read("first_token")["rows"] if row["arm"] == PUBLISHED)
+    published = next(row for row in read("seeds")["rows"] if matches(row, PUBLISHED))
     console, place = Console(), device().type
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -7,7 +7,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.conversion.estimate import estimate
 from hf_memmix.conversion.records import bytes_text, markdown_table
-from hf_memmix.training.evaluation.probes.counted import shares_text
 from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, TIMED
@@ -31,16 +30,18 @@ CONTEXT = 4096  # of the memory of the mixers
 MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")
 WINDOWS = {"window-64": 64, "window-256": 256}  # controls: attention over the last tokens
 KEPT = 3  # layers, chosen by `memmix select`
-# replacements of the attention of SmolLM2: the results, kept layers, arm and millions of tokens, and its text
+# replacements of the attention of SmolLM2: the results, kept layers, share of drills, arm and millions of tokens, and
+# its text
 REAL = {
-    ("memories", 8, "window 384, first token", 8): "`window=384`",
-    ("drills", 8, "window 384, first token", 8): "`window=384`",
-    ("memories", 0, "window 384, first token", 8): "`window=384`",
-    ("drills", 0, "window 384, first token", 24): "`window=384`",
-    ("memories", 0, "gka + window 64, first token", 8): "`gka`, `window=64`",
-    ("drills", 0, "gka + window 64, first token", 24): "`gka`, `window=64`",
+    ("seeds", 8, None, "window 384, first token", 8): "`window=384`",
+    ("seeds", 8, 0.5, "window 384, first token", 8): "`window=384`",
+    ("seeds", 4, 0.5, "window 384, first token", 8): "`window=384`",
+    ("seeds", 0, 0.5, "window 384, first token", 8): "`window=384`",
+    ("drills", 0, 0.5, "gka + window 64, first token", 24): "`gka`, `window=64`",
 }
-REAL_LAYERS, FACT_LENGTHS = 30, (1024, 4096)
+REAL_KEYS = 2 * 3 * 64 * 2  # bytes of the keys and values of one token in a layer: 3 heads of 64 in bf16
+REAL_LAYERS, REAL_CONTEXT, DRILLED = 30, 8192, "*"
+REAL_PROBES = (("fact", 1024), ("fact", 4096), ("pairs", 4096))
 
 
 def front() -> str:
@@ -72,44 +73,69 @@ def front() -> str:
 
 
 def smollm2() -> str:
-    """One row per replacement of attention in SmolLM2: its state, and what the student keeps."""
+    """One row per replacement of attention in SmolLM2: its cache, and what the student keeps."""
     files = {name: read(name) for name in dict.fromkeys(name for name, *_ in REAL)}
-    rows = {
-        (name, len(row["keep"]), row["arm"], round(row["tokens"] / 1e6)): row
-        for name, results in files.items()
-        for row in finished(results)[1:]
-        if row.get("rate") is None
-    }
-    students, shown = [rows[key] for key in REAL], []
-
-    def chosen(row: dict, name: str) -> list[str]:
-        cells = {cell["length"]: cell for cell in row["recall"] if cell["task"] == "fact"}
-        shown.extend(cells[length][name]["choice_interval"] for length in FACT_LENGTHS)
-        return [shares_text(cells[length], name).partition(" ")[0] for length in FACT_LENGTHS]
-
-    (teacher, *_), results = finished(files["drills"]), files["drills"]
-    written = [f"{100 * row['generated_answers']:.0f}" for row in (teacher, *students)]
-    lines = [[str(REAL_LAYERS), "", "", "grows", "0", "1.000", *chosen(students[1], "teacher"), written[0]]]
-    for (name, kept, _, tokens), row, answers in zip(REAL, students, written[1:], strict=True):
-        quality = [f"{row['heldout_kl']:.3f}", f"{row['domain_ppl_ratio']:.3f}", *chosen(row, "student"), answers]
-        text, drills = REAL[name, kept, row["arm"], tokens], row.get("drills") or 0
-        read_tokens = f"{tokens}M, {drills:.0%} drills" if drills else f"{tokens}M"
-        lines.append([str(kept), text, read_tokens, bytes_text(row["state_bytes"]), *quality])
-    head = ["layers kept", "in the others", "training tokens", "state of a layer", "KL", "ratio"]
-    head += [*(f"`fact`, {n:,}, %" for n in FACT_LENGTHS), "written, %"]
-    width = max(high - low for low, high in shown) / 2
+    teacher = finished(files["seeds"])[0]
+    lines = [[str(REAL_LAYERS), "", "", _cache(REAL_LAYERS, 0), "0", "1.000", *_recalled([teacher])]]
+    used = [teacher]
+    for (name, kept, drills, arm, tokens), text in REAL.items():
+        rows = [
+            row
+            for row in finished(files[name])[1:]
+            if (len(row["keep"]), row["drills"], row["arm"], round(row["tokens"] / 1e6)) == (kept, drills, arm, tokens)
+            and not (row["rate"] or row.get("more"))
+        ]
+        quality = [f"{_mean(rows, 'heldout_kl'):.3f}", f"{_mean(rows, 'domain_ppl_ratio'):.3f}"]
+        read_tokens = f"{tokens}M{' ' + DRILLED if drills else ''}"
+        cache = _cache(kept, rows[0]["state_bytes"])
+        lines.append([str(kept), text, read_tokens, cache, *quality, *_recalled(rows)])
+        used += rows
+    head = ["layers kept", "in the others", "training tokens", f"cache at {REAL_CONTEXT // 1024}k", "KL"]
+    head += ["ratio", *(f"`{task}`, {n:,}, %" for task, n in REAL_PROBES), "written, %"]
+    own, other = ([row for row in used if row.get("recall") and (row in files[n]["rows"])] for n in files)
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct; one seed, one rate; windows with the"
-        " first token. KL: on held-out text; ratio of perplexities: on another domain. `fact`: right choices after so"
-        f" many tokens, off by at most {100 * width:.0f} points; a short window gives"
-        f" {100 * _short_window(students[0]):.0f} %. Written: answers that the model itself writes, after 1,024."
-        f" {measured_at(results | {'rows': [teacher, *students]})}."
+        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct; windows with the first token."
+        f" {DRILLED} half are drills. ±: of three seeds, the furthest from the mean. KL: on held-out text; ratio of"
+        f" perplexities: on another domain. `fact`, `pairs`: right choices of {own[0]['recall'][0]['answers']}, ±"
+        f" {_error(own)} points (`gka`: {other[0]['recall'][0]['answers']}, {_error(other)}); a short window gives"
+        f" {_short_window(own[0], 'fact')} % and {_short_window(own[0], 'pairs')} %. Written: own answers, at 1,024."
+        f" {measured_at(files['seeds'] | {'rows': used})}."
     )
 
 
-def _short_window(row: dict) -> float:
-    """The share of right choices of `fact` of a short window: it reads the last depth, and guesses at the others."""
-    return (1 + (len(DEPTHS) - 1) * row["recall"][0]["chance"]) / len(DEPTHS)
+def _error(rows: list[dict]) -> str:
+    """Half of the widest interval of the choices that are shown, in points of percent."""
+    cells = [
+        cell["student"] for row in rows for cell in row["recall"] if (cell["task"], cell["length"]) in REAL_PROBES
+    ]
+    return f"{max(50 * (high - low) for low, high in (cell['choice_interval'] for cell in cells)):.0f}"
+
+
+def _cache(kept: int, state_bytes: int) -> str:
+    return bytes_text(kept * REAL_CONTEXT * REAL_KEYS + (REAL_LAYERS - kept) * state_bytes)
+
+
+def _mean(rows: list[dict], name: str) -> float:
+    return statistics.mean(row[name] for row in rows)
+
+
+def _recalled(rows: list[dict]) -> list[str]:
+    """The probes and the generated answers in percent: the mean of the seeds, and the largest distance from it."""
+    cells = []
+    for name in (*(f"{task}_{n}_choice" for task, n in REAL_PROBES), "generated_answers"):
+        if name not in rows[0]:
+            cells.append("")
+            continue
+        mean = 100 * _mean(rows, name)
+        most = max(abs(100 * row[name] - mean) for row in rows)
+        cells.append(f"{mean:.0f} ± {most:.1f}" if len(rows) > 1 else f"{mean:.0f}")
+    return cells
+
+
+def _short_window(row: dict, task: str) -> str:
+    """The right choices of a short window in percent: it reads the last depth, and guesses at the others."""
+    chance = next(cell["chance"] for cell in row["recall"] if cell["task"] == task)
+    return f"{100 * (1 + (len(DEPTHS) - 1) * chance) / len(DEPTHS):.0f}"
 
 
 def _recall_teacher_shape() -> LlamaForCausalLM:

@@ -64,8 +64,8 @@ def front() -> str:
     head = ["transformer", f"cache at {LONG // 1024}k tokens, a quarter of the layers kept", "no layer kept"]
     head += [f"ms per token, {b} sequence{'s' * (b > 1)}" for b in SEQUENCES] + ["GPU hours"]
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with a `window` of 512 tokens and the first"
-        f" one. Cache of one sequence: computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an"
+        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `window=512`."
+        f" Cache of one sequence: computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an"
         f" {rows[0]['gpu']} after 1k tokens, no layer kept; empty: not measured. Hours: for"
         f" {TOKENS / 1e6:.0f}M tokens of each stage on an {costs.gpu}, computed from training steps of {TIMED.name}"
         f" and {DISTILLED.name}, with `gka` and a window."
@@ -90,13 +90,13 @@ def smollm2() -> str:
         cache = _cache(kept, rows[0]["state_bytes"])
         lines.append([str(kept), text, read_tokens, cache, *quality, *_recalled(rows)])
         used += rows
-    head = ["layers kept", "in the others", "training tokens", f"cache at {REAL_CONTEXT // 1024}k", "KL"]
-    head += ["ratio", *(f"`{task}`, {n:,}, %" for task, n in REAL_PROBES), "written, %"]
+    head = ["layers kept", "others", "tokens", f"cache at {REAL_CONTEXT // 1024}k", "KL", "ratio"]
+    head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written"]
     own, other = ([row for row in used if row.get("recall") and (row in files[n]["rows"])] for n in files)
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct; windows with the first token."
+        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct."
         f" {DRILLED} half are drills. ±: of three seeds, the furthest from the mean. KL: on held-out text; ratio of"
-        f" perplexities: on another domain. `fact`, `pairs`: right choices of {own[0]['recall'][0]['answers']}, ±"
+        f" perplexities: on another domain. `fact`, `pairs`: % right of {own[0]['recall'][0]['answers']} choices, ±"
         f" {_error(own)} points (`gka`: {other[0]['recall'][0]['answers']}, {_error(other)}); a short window gives"
         f" {_short_window(own[0], 'fact')} % and {_short_window(own[0], 'pairs')} %. Written: own answers, at 1,024."
         f" {measured_at(files['seeds'] | {'rows': used})}."

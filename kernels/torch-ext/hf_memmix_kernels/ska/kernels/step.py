@@ -7,7 +7,7 @@ rows of a batch may therefore have different positions, and a CUDA graph holds b
 import triton
 import triton.language as tl
 
-from ..._page_offset import state_offset
+from ..._page_offset import same_for_all, state_offset
 from ..._recorder import launched
 from .tiles import (
     SMALLEST,
@@ -60,18 +60,6 @@ def _scale_per_token(G, MT, P, ridge, sigma_floor, o_r, R: tl.constexpr, POWER: 
     return scale
 
 
-@triton.jit
-def _same_for_all(p, pages):
-    """The number at p, the same for all warps, which branch on it, even while a program with the same page writes it.
-
-    One thread reads it, by adding 0, and tells the others. Without pages no other program writes it.
-    """
-    if pages is None:
-        return tl.load(p)
-    else:
-        return tl.atomic_add(p, 0.0)
-
-
 @launched
 @triton.jit
 def ska_step_kernel(
@@ -92,8 +80,8 @@ def ska_step_kernel(
     p_nu = nu + state_offset(i_s, HK, 1, pages, nu_stride)
     p_position = position + state_offset(i_s, HK, 1, pages, position_stride)
     b_k = tl.load(k + i_s * R + o_r, mask=m_r, other=0.0).to(tl.float32)
-    b_nu = _same_for_all(p_nu, pages)
-    b_position = _same_for_all(p_position, pages) + 1
+    b_nu = same_for_all(p_nu, pages)
+    b_position = same_for_all(p_position, pages) + 1
     b_previous = tl.load(p_previous + o_r, mask=m_r, other=0.0)
 
     if PER_TOKEN:

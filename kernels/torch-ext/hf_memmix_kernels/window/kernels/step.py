@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..._page_offset import same_for_all
 from ..._recorder import launched
 from .tiles import capped
 
@@ -27,7 +28,7 @@ def window_step_kernel(
         page = tl.load(pages + i_b).to(tl.int64)
         p_k, p_v = states[0] + page * strides[3], states[1] + page * strides[4]
         p_n = states[2] + page * strides[5]
-    seen = tl.maximum(tl.load(p_n + i_h), 0)  # a page of garbage may hold any number
+    seen = tl.maximum(same_for_all(p_n + i_h, pages), 0)  # a page of garbage may hold any number
     own = seen
     if seen >= sinks:
         own = sinks + (seen - sinks) % window

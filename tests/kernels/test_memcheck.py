@@ -9,6 +9,9 @@ from memcheck import bounds_checked
 from ops_table import OPS, Shape
 from pool import Pool
 
+from hf_memmix_kernels import window_step
+from hf_memmix_kernels.window import window_state_shapes
+
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="checks interpreted kernels")
 
 
@@ -39,6 +42,25 @@ def test_every_access_is_inside(op, packed):
                 op.step(op, one, state)
                 op.step(op, one, Pool(state, [2], pages=3, gap=8).states, torch.tensor([2]))
     assert seen["accesses"]
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@pytest.mark.parametrize("seen", [0, 1, 8, 12, 10**18, 2**63 - 1, -5])
+def test_rows_of_a_window_that_share_a_page(seen, sinks):
+    """Rows that only pad a batch share a page. Whatever count of tokens it holds, no row leaves it."""
+    rows, window = 6, 8
+    *slots, counts = window_state_shapes(1, 2, 16, window, sinks)
+    state = (*(torch.ones(shape) for shape in slots), torch.full(counts, seen))
+    pool = Pool(state, [0], pages=3, gap=64)
+    untouched = pool.outside([0])
+    x = [torch.randn(rows, 1, heads, 16) for heads in (4, 2, 2)]
+    with bounds_checked() as found, torch.no_grad():
+        for _ in range(3):
+            where = torch.zeros(rows, dtype=torch.int32)
+            o = window_step(*x, pool.states, window=window, sinks=sinks, state_indices=where)
+            assert o.isfinite().all()
+    assert found["accesses"]
+    assert torch.equal(pool.outside([0]), untouched)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["flat", "grouped"])

@@ -7,6 +7,7 @@ import torch
 from checks import assert_close
 from draw import DEVICE, randn
 from ops_table import TOLERANCE
+from pool import Pool
 
 from hf_memmix_kernels import chunk_window, naive_window, window_step
 from hf_memmix_kernels.window import torch_path, window_state_shapes
@@ -282,6 +283,47 @@ def test_on_a_gpu_a_graph_captures_both_passes(packed):
         graph.replay()
         first = both()
         assert all(torch.equal(a, b) for a, b in zip(captured, first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@pytest.mark.parametrize("rows", [256, 300])
+def test_on_a_gpu_rows_that_share_a_page(rows, sinks):
+    """As vLLM warms up: all rows only pad the batch, and share a page that is empty at first. Nothing is written
+    outside the page, and a sequence that comes later is not disturbed.
+    """
+    window, heads, kv_heads, dim, pages = 512, 32, 8, 64, 256
+    q, k, v = draw(1, torch.bfloat16, heads, kv_heads, dim, rows)
+    given, shared = {"window": window, "sinks": sinks}, 1
+    where = torch.full((rows,), shared, dtype=torch.int32, device=DEVICE)
+    pool = Pool(empty_state(1, (window, sinks), torch.bfloat16, kv_heads, dim), [shared], pages, gap=64)
+    empty, untouched = pool.memory[shared].clone(), pool.outside([shared])
+
+    def step():
+        return window_step(q, k, v, pool.states, state_indices=where, **given)
+
+    for _ in range(10):  # threads are most likely to disagree while the count is small
+        pool.memory[shared] = empty
+        for _ in range(20):
+            step()
+            torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    pool.memory[shared] = empty
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert (pool.states[2][shared] > 0).all()
+    assert torch.equal(pool.outside([shared]), untouched)
+    where[:2] = torch.tensor([7, 3])
+    for state in pool.states:
+        state[[7, 3]] = 0
+    graph.replay()
+    got = step()[:2]
+    want = naive_window(*(x[:2].double().repeat(1, 2, 1, 1) for x in (q, k, v)), **given)[:, 1:]
+    assert_close({"o": got}, {"o": want}, lambda name: TOLERANCE[torch.bfloat16])
+    assert (pool.states[2][[7, 3]] == 2).all()
 
 
 def test_memory_is_linear_in_the_number_of_tokens(monkeypatch):

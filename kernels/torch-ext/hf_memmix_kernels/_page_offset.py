@@ -22,7 +22,7 @@ def same_for_all(p, pages):
     """The number at p of a state, the same in all threads of a program, which branch on it, even while another program
     with the same page writes it: rows that only pad a batch share a page.
 
-    One thread reads it, by adding 0, and tells the others. If each thread loaded it, the threads of one warp could take
+    One thread reads it, by adding 0, and tells the others. If each thread loaded it, threads of one warp could take
     different branches, which the compiler rules out: they share the warp's uniform registers, so addresses go wrong.
     Without pages no other program writes it.
     """

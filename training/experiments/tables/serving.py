@@ -84,8 +84,8 @@ def serving_refusals() -> str:
     return re.sub(r"--[a-z-]+", r"`\g<0>`", lines)
 
 
-def _rows(part: str) -> list[dict]:
-    return [row for row in read("serving_h200")["rows"] if row["part"] == part]
+def _rows(part: str, file: str = "serving_h200") -> list[dict]:
+    return [row for row in read(file)["rows"] if row["part"] == part]
 
 
 def _names_of_models(rows: list[dict]) -> list[str]:
@@ -95,30 +95,53 @@ def _names_of_models(rows: list[dict]) -> list[str]:
 
 
 def serving_speed() -> str:
-    """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
-    results = read("serving_h200")
-    found = {(row["tokens"], row["sequences"], row["model"]): row for row in _rows("throughput")}
-    models, rows = _names_of_models(_rows("throughput")), []
+    """Tokens/s of a transformer and of the same with memories, as vLLM runs them by default."""
+    return _speed("serving_h200")
+
+
+def serving_second_runner() -> str:
+    """The same, earlier, with vLLM's second model runner for all models."""
+    return _speed("serving_h200_second_runner")
+
+
+def _speed(file: str) -> str:
+    """One row per length of the prompts and their number; points that no model has are left out."""
+    results = read(file)
+    measured = [row for row in _rows("throughput", file) if "left_out" not in row]
+    found = {(row["tokens"], row["sequences"], row["model"]): row for row in measured}
+    models, rows = _names_of_models(measured), []
     for length, count in sorted({key[:2] for key in found}):
-        cells = [f"{length:,}", count]
-        for field in ("output_tokens_per_s", "decode_tokens_per_s"):
-            for model in models:
-                row = found.get((length, count, model), {})
-                cells.append(f"{row[field]:,.0f}" if row.get(field) else "left out" if "left_out" in row else "")
-        rows.append(cells)
-    head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
-    measured = [row for row in found.values() if "left_out" not in row]
+        points = [found.get((length, count, model)) for model in models]
+        rows.append([f"{length:,}", count, *("" if row is None else _tokens_per_s(row) for row in points)])
     new = max(row["new_tokens"] for row in measured)
     commits = {row.get("commit", results.get("commit")) for row in measured}
-    lines = [
-        markdown_table(head, rows),
-        f"{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {', '.join(sorted(commits))};"
-        f" {results['dtype']}, {new} new tokens per sequence. tokens/s: new tokens over the time of the run. decode:"
-        " tokens/s of the steps in which all sequences decode; empty: there were none.",
-    ]
-    if len(measured) < len(found):
-        lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
-    return "\n\n".join(lines)
+    return (
+        f"{markdown_table(['prompt', 'sequences', *(f'`{model}`' for model in models)], rows, figures=True)}\n\n"
+        "Tokens/s of the steps in which all sequences decode, in brackets of the whole run;"
+        f" {new} new tokens per sequence. {results['device']}, vLLM {results['vllm']}, torch {results['torch']},"
+        f" {results['dtype']}, commit {', '.join(sorted(commits))}."
+    )
+
+
+def _tokens_per_s(row: dict) -> str:
+    decode = row["decode_tokens_per_s"]
+    return f"{f'{decode:,.0f}' if decode else '-'} ({row['output_tokens_per_s']:,.0f})"
+
+
+def serving_host() -> str:
+    """A decode step: the time of the GPU, and of the step with the profiler, which slows the processor."""
+    found = {(row["sequences"], row["model"]): row for row in _rows("host")}
+    models = _names_of_models(_rows("host"))
+    rows = []
+    for count in sorted({count for count, _ in found}):
+        cells = [found[count, model] for model in models]
+        rows.append([count, *(f"{row['gpu_us']:,.0f} of {row['step_us']:,.0f}" for row in cells)])
+    length = _rows("host")[0]["tokens"]
+    return (
+        markdown_table(["sequences", *(f"`{model}`" for model in models)], rows, figures=True)
+        + f"\n\nMicroseconds in which the GPU is busy, of those of a decode step under the profiler, after {length:,}"
+        " tokens."
+    )
 
 
 def serving_fit() -> str:
@@ -127,18 +150,20 @@ def serving_fit() -> str:
     alone = [row for row in _rows("throughput") if row["sequences"] == 1 and "first_token_s" in row]
     first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
     models = _names_of_models(_rows("fit"))
-    head = [f"{what}, `{model}`" for what in ("sequences that fit", "first token") for model in models]
     rows = [
-        [f"{length:,}", *(found.get((length, model), "") for found in (fits, first) for model in models)]
+        [f"{length:,}", *(f"{fits[length, model]} ({first.get((length, model), '')})" for model in models)]
         for length in sorted({key[0] for key in fits})
     ]
-    return markdown_table(["prompt", *head], rows)
+    return (
+        markdown_table(["prompt", *(f"`{model}`" for model in models)], rows, figures=True)
+        + "\n\nSequences that fit into the memory; in brackets the time to the first token of one prompt."
+    )
 
 
 def serving_prefix() -> str:
     """When the first token of a prompt comes without and with a known prefix."""
     rows = []
-    for row in _rows("prefix"):
+    for row in _rows("prefix", "serving_h200_second_runner"):
         times = (f"{1e3 * row[name]:.0f} ms" for name in ("first_token_s", "first_token_hit_s"))
         rows.append([f"{row['tokens']:,}", *times, f"{row['cached_tokens']:,}"])
     return markdown_table(["prompt", "first token", "with a known prefix", "known tokens"], rows, figures=True)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_memmix.assets import asset_path
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common import harness
-from hf_memmix.training.experiments.smollm2 import arms, arms_report, measuring
+from hf_memmix.training.experiments.smollm2 import arms, arms_report, few_shot, measuring
 
 ENVIRONMENT = {"hardware": "a CPU", "commit": "abc"}
 
@@ -36,9 +36,17 @@ def args(tmp_path_factory):
         "measured_tokens": 1024,
     }
     choice = {"choice_samples": 1, "choice_tokens": 128, "window": 4, "sinks": 1, "kept": 1, "seed": 0}
-    probes = {"probes": ["fact"], "free_prompts": 2, "free_tokens": 3, "text": folder / "dev.txt"}
+    few_shot.main(folder / "few_shot", None, 5, 2, 0, ["arithmetic"])
+    probes = {
+        "probes": ["fact"],
+        "few_shot": folder / "few_shot",
+        "free_prompts": 2,
+        "free_tokens": 3,
+        "text": folder / "dev.txt",
+    }
     asked = {"arms": ["gka @ times=2 drills=.5"], "given_steps": "3,4", "compile": False, "deadline": float("inf")}
-    return SimpleNamespace(teacher=teacher, data=folder, out=folder / "a.json", **sizes, **choice, **probes, **asked)
+    options = sizes | choice | probes | asked
+    return SimpleNamespace(teacher=teacher, data=folder, out=folder / "a.json", **options)
 
 
 def with_options(args, **changed):

@@ -6,9 +6,12 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from hf_memmix.assets import asset_path
 from hf_memmix.training.experiments.smollm2 import few_shot
 
 ENTRIES = """Preface
@@ -72,6 +75,36 @@ def test_sums_and_their_files(tmp_path):
     assert len((tmp_path / "arithmetic.train.jsonl").read_text().splitlines()) == few_shot.EXAMPLES
     group = json.loads((tmp_path / f"{few_shot.GROUP}.yaml").read_text())
     assert group["task"] == ["arithmetic_choice", "arithmetic_generated"]
+
+
+def test_exact_answers_are_those_that_a_model_generates(tmp_path, monkeypatch):
+    monkeypatch.setattr(few_shot, "BLANK", "")  # so that an answer is one word
+    few_shot.main(tmp_path, None, 20, 2, 0, ["arithmetic"])
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    model = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"))
+    test = tmp_path / "arithmetic.test.jsonl"
+    rows = [json.loads(line) for line in test.read_text().splitlines()]
+    for row, sample in zip(rows[::2], few_shot.questions(tmp_path, "arithmetic", tokenizer)[::2], strict=True):
+        ids = torch.tensor([sample.ids[: sample.answers[0].start]])
+        said = tokenizer.decode(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1:])
+        assert said.startswith(" ")  # a word, which is written as one token again
+        row["choices"][row["answer"]] = said.removeprefix(" ")
+    for row in rows[1::2]:
+        row["choices"][row["answer"]] = "umbrellas"
+    test.write_text("\n".join(map(json.dumps, rows)))
+    assert few_shot.exact_answers(model, tokenizer, tmp_path, 1024) == {"arithmetic": 0.5}
+
+
+def test_a_question_stands_behind_its_examples(tmp_path):
+    few_shot.main(tmp_path, None, 3, 2, 0, ["arithmetic"])
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    rows = [json.loads(line) for line in (tmp_path / "arithmetic.test.jsonl").read_text().splitlines()]
+    for row, sample in zip(rows, few_shot.questions(tmp_path, "arithmetic", tokenizer), strict=True):
+        (answer,) = sample.answers
+        question, said = sample.ids[: answer.start], sample.ids[answer.start : answer.stop]
+        assert tokenizer.decode(question).endswith("\n\n" + row["prompt"])
+        assert tokenizer.decode(question).count(" = ") == few_shot.SHOTS
+        assert tokenizer.decode(said) == f" {row['choices'][row['answer']]}\n\n"
 
 
 @pytest.mark.slow  # imports another library

@@ -11,6 +11,7 @@ kept layers keeps those that were chosen first. "gka @ drills=.5" trains on rows
 see `training/fact_drills.py`.
 """
 
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -226,6 +227,9 @@ class Settings(Options):
     choice_samples: Annotated[int, typer.Option(help="sequences per depth of a probe of the choice")] = 4
     choice_tokens: Annotated[int, typer.Option(help="tokens of the text of the choice")] = 16384
     probes: Annotated[list[str], typer.Option(help="probes of `memmix eval`; repeatable")] = measuring.PROBES
+    few_shot: Annotated[Path | None, typer.Option(help="folder of few_shot.py, whose tasks are measured as well")] = (
+        None
+    )
     lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (
         256,
         512,
@@ -255,10 +259,10 @@ def check(args) -> None:
 def about(args) -> dict:
     """What was measured on what, without the places on this machine."""
     texts = {name: text_record(args.data / f"{name}.npy") for name in ("train", *measuring.TEXTS)}
-    return {
-        "model": measuring.model_record(args.teacher),
-        "texts": texts | {"choice": text_record(args.text)},
-    }
+    found = {"model": measuring.model_record(args.teacher), "texts": texts | {"choice": text_record(args.text)}}
+    if args.few_shot is not None:
+        found["few_shot"] = json.loads((args.few_shot / "sources.json").read_text(encoding="utf-8"))
+    return found
 
 
 main = Experiment("arms", __file__, Settings, rows_to_run, check, about).command()

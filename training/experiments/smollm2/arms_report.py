@@ -4,7 +4,7 @@ from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR
+from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR, FEW_SHOT
 
 HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "answers, %")
 FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
@@ -30,6 +30,7 @@ def table(results: dict) -> str:
         f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Answers: generated, at 1,024 tokens."
         f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
         f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
+        f"{'Tasks with examples: exact answers, in percent. ' * bool(_tasks(teacher))}"
         f"{_choice(teacher, results['settings'])} {measured_at(results)}."
     )
     return "\n\n".join(parts)
@@ -42,13 +43,15 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) 
     for row in students:
         groups.setdefault(_name(row, usual), []).append(row)
     groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
-    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], asked)]]
+    names = [f"{probe}_{length}_choice" for probe, length in asked] + [FEW_SHOT + task for task in _tasks(teacher)]
+    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], names)]]
     for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
-        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, asked)])
+        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, names)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
-    quality = markdown_table((title, *HEAD, *(f"`{probe}`, {n:,}" for probe, n in asked)), lines, figures=True)
+    columns = [*(f"`{probe}`, {n:,}" for probe, n in asked), *_tasks(teacher)]
+    quality = markdown_table((title, *HEAD, *columns), lines, figures=True)
     # kept layers read all tokens, so what they recall hardly depends on the distance
     return "\n\n".join([quality, *([] if keep else _far(title, {"teacher": [teacher]} | groups))])
 
@@ -81,10 +84,14 @@ def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
     return [markdown_table(head, lines, figures=True), note]
 
 
-def _shares(rows: list[dict], asked: list[tuple[str, int]]) -> list[str]:
-    """The generated answers, and the choice by probe and length."""
-    names = ("generated_answers", *(f"{probe}_{length}_choice" for probe, length in asked))
-    return [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in names]
+def _tasks(teacher: dict) -> list[str]:
+    """The tasks of few_shot.py that were measured."""
+    return [name.removeprefix(FEW_SHOT) for name in teacher if name.startswith(FEW_SHOT)]
+
+
+def _shares(rows: list[dict], names: list[str]) -> list[str]:
+    """The generated answers and other figures in percent."""
+    return [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in ("generated_answers", *names)]
 
 
 def _span(values: list[str]) -> str:

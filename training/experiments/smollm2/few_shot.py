@@ -10,8 +10,9 @@
     arithmetic        sums, differences and products of small numbers
 
 Each task is there twice: NAME_choice compares the log-likelihoods of all answers, NAME_generated lets the model
-generate and asks for an exact match. All labels are about equally frequent. Writes JSONL files, task files for
-lm-eval (JSON, which is YAML), and `sources.json` with the versions of the packages. Needs apt and dpkg.
+generate and asks for an exact match; `exact_answers` counts the latter without lm-eval. All labels are about
+equally frequent. Writes JSONL files, task files for lm-eval (JSON, which is YAML), and `sources.json` with the
+versions of the packages. Needs apt and dpkg.
 """
 
 import gzip
@@ -27,6 +28,8 @@ from typing import Annotated
 import typer
 
 from hf_memmix.conversion.records import write_json
+from hf_memmix.training.evaluation.probes.material import Answer, Sample
+from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.experiments.bundled import fetch_text
 from hf_memmix.training.experiments.common.debian_text import files
 
@@ -44,6 +47,8 @@ LANGUAGES = {  # packages and files of a language
 PACKAGES = ("dict-gcide", *(package for package, _ in LANGUAGES.values()))
 LINES, WIDTH = 8, 100  # of a piece of source code
 EXAMPLES = 16  # rows from which the examples before a question are taken
+SHOTS = 8  # examples before a question
+BLANK = "\n\n"  # between an answer and the next example
 
 Labelled = dict[str, list[str]]  # texts by their label
 
@@ -133,11 +138,44 @@ def task_files(name: str, folder: Path, shots: int) -> dict[str, dict]:
     return {f"{name}_{kind}": {"task": f"{name}_{kind}"} | shared | fields for kind, fields in kinds.items()}
 
 
+def questions(folder: Path, name: str, tokenizer, shots: int = SHOTS) -> list[Sample]:
+    """The questions of a task behind its examples, as lm-eval writes them, padded at the end to one length. An answer
+    is what follows its question, with the blank line after it.
+    """
+    train, test = (
+        [json.loads(line) for line in (folder / f"{name}.{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for split in ("train", "test")
+    )
+    answered = [f"{row['prompt']} {row['choices'][row['answer']]}{BLANK}" for row in train[:shots]]
+    pairs = []
+    for row in test:
+        asked = tokenizer("".join(answered) + row["prompt"])["input_ids"]
+        answer = tokenizer(f" {row['choices'][row['answer']]}{BLANK}", add_special_tokens=False)["input_ids"]
+        pairs.append((asked, answer))
+    longest = max(len(asked) + len(answer) for asked, answer in pairs)
+    samples = []
+    for asked, answer in pairs:
+        end = len(asked) + len(answer)
+        ids = [*asked, *answer] + [answer[-1]] * (longest - end)
+        samples.append(Sample(ids, ids, [Answer(len(asked), end)]))
+    return samples
+
+
+def exact_answers(model, tokenizer, folder: Path, batch_tokens: int) -> dict[str, float]:
+    """By task, the share of questions to which a model that generates greedily gives the exact answer."""
+    found, made = {}, json.loads((folder / "sources.json").read_text(encoding="utf-8"))
+    for name in made["questions"]:
+        samples = questions(folder, name, tokenizer)
+        scores = score(model, samples, max(1, batch_tokens // len(samples[0].ids)), control=False)
+        found[name] = sum(one.exact for one in scores) / len(scores)
+    return found
+
+
 def main(
     out: Annotated[Path, typer.Option(help="folder for questions and task files")],
     packages: Annotated[Path | None, typer.Option(help="folder that keeps the packages, for another run")] = None,
     count: Annotated[int, typer.Option(min=1, help="most questions of a task")] = 400,
-    shots: Annotated[int, typer.Option(min=0, max=EXAMPLES, help="examples before a question")] = 8,
+    shots: Annotated[int, typer.Option(min=0, max=EXAMPLES, help="examples before a question")] = SHOTS,
     seed: Annotated[int, typer.Option(help="seed of the choice and order of questions")] = 0,
     only: Annotated[list[str], typer.Option(help="tasks to make; repeatable")] = tuple(TASKS),
 ) -> None:

@@ -24,6 +24,7 @@ from hf_memmix.training.evaluation.probes.tasks import needle
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.smollm2.few_shot import exact_answers
 from hf_memmix.training.experiments.smollm2.more_forms import MORE_FORMS
 from hf_memmix.training.fact_drills import FactMaterial, with_drills
 from hf_memmix.training.fact_words import FORMS
@@ -35,6 +36,7 @@ PROBES = ("fact",)  # by default: the teacher answers less than 80 % of `facts`,
 CHOICE_PROBES = ("fact", "facts")
 DRILLED = "drilled"  # the probe with sentences and words of the drills, which stands beside the others
 FAR = 448  # tokens from a sentence to the question about it, so that no window of an arm holds the sentence
+FEW_SHOT = "few_shot_"  # before the names of the tasks among the figures
 TEXTS = ("heldout", "domain")
 COMPARED_BLOCK = 1024  # tokens of a block of the texts that are compared
 PROMPT = 256  # tokens before a generated text
@@ -144,6 +146,15 @@ def needles(args) -> list:
     return [s for depth in DEPTHS for s in draw("fact", material, length, depth, FIGURE_SEED, args.samples)]
 
 
+def few_shot(model, args) -> dict[str, float]:
+    """`exact_answers` as flat figures; nothing without a folder of `few_shot.py`."""
+    if args.few_shot is None:
+        return {}
+    with autocast():
+        found = exact_answers(model, tokenizer_of(args.teacher), args.few_shot, BATCH_TOKENS // 4)
+    return {f"{FEW_SHOT}{name}": share for name, share in found.items()}
+
+
 @functools.cache
 def prompts_of(data: Path, count: int) -> torch.Tensor:
     """Prompts [count, PROMPT] from places spread over the held-out text."""
@@ -155,7 +166,7 @@ def prompts_of(data: Path, count: int) -> torch.Tensor:
 class Measured:
     """Measurements of students beside those of the teacher, which are made once.
 
-    args: has teacher, data, probes, lengths, samples, measured_tokens, free_prompts and free_tokens.
+    args: has teacher, data, few_shot, probes, lengths, samples, measured_tokens, free_prompts and free_tokens.
     """
 
     def __init__(self, args):
@@ -165,13 +176,14 @@ class Measured:
         with autocast():
             self.texts = greedy_tokens(self.teacher, prompts_of(args.data, args.free_prompts), args.free_tokens, 64)
             self.answers = numpy.mean(generated_answers(self.teacher, needles(args))).item()
+        self.tasks = few_shot(self.teacher, args)
         self.seconds = round(time.time() - began, 1)
 
     def of_teacher(self) -> dict:
         """The figures of the teacher by the names of those of a student."""
         found = {f"{text}_{name}": value for text in TEXTS for name, value in PERFECT.items()}
         found |= self._recall(self.cells, "teacher") | {"generated_answers": self.answers, "same_texts": 1.0}
-        return found
+        return found | self.tasks
 
     def of(self, student) -> dict:
         """The figures of a student, flat, and `recall`, rows of `counted_rows`, with `texts` and `generation`."""
@@ -192,7 +204,7 @@ class Measured:
             said = greedy_tokens(student, prompts_of(args.data, args.free_prompts), args.free_tokens, 64)
             answers = numpy.mean(generated_answers(student, needles(args))).item()
         generation = divergence_of(said, self.texts)
-        found |= {"generated_answers": answers, "same_texts": generation["same"]}
+        found |= {"generated_answers": answers, "same_texts": generation["same"]} | few_shot(student, args)
         return found | {"recall": rows, "texts": texts, "generation": generation}
 
     @staticmethod
@@ -217,7 +229,17 @@ _made: dict[str, Measured] = {}
 
 def measured_of(args) -> Measured:
     """The `Measured` of these options, made once in a process."""
-    sizes = ("teacher", "data", "probes", "lengths", "samples", "measured_tokens", "free_prompts", "free_tokens")
+    sizes = (
+        "teacher",
+        "data",
+        "few_shot",
+        "probes",
+        "lengths",
+        "samples",
+        "measured_tokens",
+        "free_prompts",
+        "free_tokens",
+    )
     key = repr([getattr(args, name) for name in sizes])
     if key not in _made:
         _made[key] = Measured(args)

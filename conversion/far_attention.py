@@ -1,12 +1,14 @@
 """How much of the output of an attention comes from outside a window.
 
-    share_t = |sum_{s <= t - window} p_ts v_s|^2 / |sum_s p_ts v_s|^2
+    share_t = |sum_{s <= t - tokens, s >= first} p_ts v_s|^2 / |sum_s p_ts v_s|^2
 
 p are the weights of the whole attention, and a vector has the channels of all heads. A token whose attention reads
-only the last `window` tokens has the share 0.
+only the last `tokens`, and the `first` ones of its document, has the share 0.
 
 Shapes: B batch, H query heads, Hk key/value heads, T tokens, D head size.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,21 @@ from hf_memmix.errors import UserError
 ROWS = 128  # queries at a time: their scores with all keys are in memory
 
 
+class Near(NamedTuple):
+    """What a window reads: the last `tokens`, and the `first` tokens of the document."""
+
+    tokens: int
+    first: int = 0
+
+
 @torch.no_grad()
-def shares_from_outside(attention: nn.Module, args: tuple, kwargs: dict, window: int) -> Tensor:
+def shares_from_outside(
+    attention: nn.Module, args: tuple, kwargs: dict, near: Near, position_ids: Tensor | None = None
+) -> Tensor:
     """The share [B, T] in fp32 of each token, of one attention of a transformer. It costs one more attention.
 
     args, kwargs: what the attention was called with, without a cache.
+    position_ids: [B, T], from 0 in every packed document; None: each row is a document.
 
     Raises:
         UserError: the family computes its attention by itself, and not by transformers' attention functions, or the
@@ -31,7 +43,8 @@ def shares_from_outside(attention: nn.Module, args: tuple, kwargs: dict, window:
     found = []
 
     def compute(module, query, key, value, attention_mask, **options):
-        found.append(share_from_outside(query, key, value, attention_mask, window, **options))
+        options.pop("position_ids", None)
+        found.append(share_from_outside(query, key, value, attention_mask, near, position_ids, **options))
         return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
 
     with attention_computed_by(attention.config, compute):
@@ -59,7 +72,8 @@ def share_from_outside(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    window: int,
+    near: Near,
+    position_ids: Tensor | None = None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -71,6 +85,7 @@ def share_from_outside(
 
     Args:
         mask: [B or 1, H or 1, T, T], boolean (true is visible) or added to the scores; None: causal.
+        position_ids: as `shares_from_outside` takes them.
         scaling: factor of the scores; None is D^-1/2.
         softcap, s_aux, position_bias: as transformers' attention functions take them: a cap of the scores, logits [H]
             of sinks, and a bias of the scores.
@@ -79,6 +94,7 @@ def share_from_outside(
     key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     places = torch.arange(length, device=query.device)
+    later = (places[None] if position_ids is None else position_ids) >= near.first
     shares = []
     for first in range(0, length, ROWS):
         seen = min(first + ROWS, length)
@@ -95,8 +111,7 @@ def share_from_outside(
             sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1)[..., :seen].to(value.dtype)
-        outside, whole = (
-            (part @ value[:, :, :seen]).float().square().sum((1, 3)) for part in (weights * (ages >= window), weights)
-        )
+        far = weights * ((ages >= near.tokens) & later[:, None, None, :seen])
+        outside, whole = ((part @ value[:, :, :seen]).float().square().sum((1, 3)) for part in (far, weights))
         shares.append(outside / whole.clamp_min(1e-12))
     return torch.cat(shares, 1).clamp_max(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memmix.conversion.families import attention_module, decoder_layers
-from hf_memmix.conversion.far_attention import shares_from_outside
+from hf_memmix.conversion.far_attention import Near, shares_from_outside
 from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
@@ -32,7 +32,7 @@ def run_teacher_forced(
     position_ids: Tensor | None = None,
     layers: list[int] | None = None,
     checkpointing: bool = False,
-    far_windows: dict[int, int] | None = None,
+    far_windows: dict[int, Near] | None = None,
 ) -> Tensor | None:
     """Run the teacher on `input_ids` [B, T] without gradients and call `visit(layer, mixer_output, attention_output)`.
 
@@ -44,7 +44,7 @@ def run_teacher_forced(
         position_ids: [B, T], starting at 0 in every packed document. Then no layer mixes tokens of two documents.
         layers: a part of the memory layers. The teacher stops at the last of them.
         checkpointing: compute each mixer again in the backward pass, so that its activations are not stored.
-        far_windows: a window in tokens by layer. `visit` then gets a fourth argument, the share [B, T] of the
+        far_windows: a window by layer. `visit` then gets a fourth argument, the share [B, T] of the
             attention's output that comes from outside the window, see `far_attention`.
 
     Returns:
@@ -72,7 +72,9 @@ def run_teacher_forced(
                 "position_embeddings": kwargs.get("position_embeddings"),
                 "memmix_layout": TokenLayout(cu_seqlens=boundaries),
             }
-            shares = () if far_windows is None else (shares_from_outside(module, args, kwargs, far_windows[layer]),)
+            shares = ()
+            if far_windows is not None:
+                shares = (shares_from_outside(module, args, kwargs, far_windows[layer], position_ids),)
             with torch.set_grad_enabled(training):
                 run = functools.partial(checkpoint, mixer, use_reentrant=False) if checkpointing else mixer
                 visit(layer, run(**inputs)[0], output[0], *shares)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_memmix._transformers import masks_without_looking
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
+from hf_memmix.conversion.far_attention import Near
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.errors import UserError
@@ -182,16 +183,21 @@ def _mean_error(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
 
 
-def far_windows(student: nn.Module, layers: list[int], window: int) -> dict[int, int]:
-    """By layer, the window outside which `far_weight` looks: `window`, or for 0 the one beside the memory.
+def far_windows(student: nn.Module, layers: list[int], window: int) -> dict[int, Near]:
+    """By layer, the window outside which `far_weight` looks: the one beside the memory, or for a `window` above 0 of
+    so many tokens. It reads the same first tokens as the student's.
 
     Raises:
         UserError: `window` is 0, and a layer has no window beside its memory.
     """
-    found = {layer: window or attention_module(student, layer).options.local_window for layer in layers}
-    if without := [layer for layer, tokens in found.items() if not tokens]:
+    mixers = {layer: attention_module(student, layer) for layer in layers}
+    if without := [layer for layer, mixer in mixers.items() if not (window or mixer.options.local_window)]:
         raise UserError(f"far_window is 0, but layers {without} have no window beside their memory; set far_window")
-    return found
+    windows = {layer: getattr(mixer, "window", mixer) for layer, mixer in mixers.items()}
+    return {
+        layer: Near(window or mixer.options.local_window, windows[layer].plain.get("sinks", 0))
+        for layer, mixer in mixers.items()
+    }
 
 
 class DistillStudentTeacher(StudentTeacher):

@@ -5,7 +5,7 @@ import torch
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module, extract_attention
-from hf_memmix.conversion.far_attention import check_far, share_from_outside
+from hf_memmix.conversion.far_attention import Near, check_far, share_from_outside
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.student_teacher import AlignStudentTeacher
@@ -14,14 +14,15 @@ from testing import FAMILIES
 from tiny_teachers import tiny_teacher
 
 WINDOW = 4
+NEAR = Near(WINDOW)
 IDS = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(0))
 PACKED = torch.cat([torch.arange(9), torch.arange(11)]).expand(2, -1)
 
 
-def recorded(teacher, student, window, position_ids=None):
+def recorded(teacher, student, near, position_ids=None):
     """By layer: outputs of mixer and attention, and the shares."""
     found = {}
-    windows = dict.fromkeys(student.config.memory_layers, window)
+    windows = dict.fromkeys(student.config.memory_layers, near)
     run_teacher_forced(
         teacher, student, IDS, lambda layer, *seen: found.update({layer: seen}), position_ids=position_ids,
         far_windows=windows,
@@ -30,8 +31,9 @@ def recorded(teacher, student, window, position_ids=None):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("near", [NEAR, Near(WINDOW, 2)], ids=["last tokens", "and the first"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shares_are_those_of_the_weights(family):
+def test_shares_are_those_of_the_weights(family, near):
     """In every family, from the weights that eager attention returns and the values of the layer."""
     teacher = tiny_teacher(family, attn_implementation="eager")
     student = convert_model(teacher, "ska")
@@ -42,13 +44,14 @@ def test_shares_are_those_of_the_weights(family):
 
     for layer in student.config.memory_layers:
         attention_module(teacher, layer).register_forward_hook(keep, with_kwargs=True)
-    shares = {layer: seen[2] for layer, seen in recorded(teacher, student, WINDOW).items()}
+    shares = {layer: seen[2] for layer, seen in recorded(teacher, student, near).items()}
     for layer, (x, weights) in zip(shares, inputs, strict=True):
         own = extract_attention(teacher, layer)
         v = torch.nn.functional.linear(x, own.v_weight, own.v_bias).unflatten(-1, (own.num_kv_heads, -1))
         v = v.repeat_interleave(own.num_heads // own.num_kv_heads, 2).transpose(1, 2)
-        whole, near = weights[..., :20] @ v, weights[..., :20].triu(1 - WINDOW) @ v
-        expected = (whole - near).square().sum((1, 3)) / whole.square().sum((1, 3))
+        whole, far = weights[..., :20] @ v, weights[..., :20].tril(-WINDOW)
+        far[..., : near.first] = 0
+        expected = (far @ v).square().sum((1, 3)) / whole.square().sum((1, 3))
         torch.testing.assert_close(shares[layer], expected.clamp_max(1), rtol=1e-3, atol=1e-5)
         assert (shares[layer][:, :WINDOW] == 0).all()
 
@@ -56,9 +59,9 @@ def test_shares_are_those_of_the_weights(family):
 def test_many_queries_are_read_in_parts(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
-    expected = share_from_outside(q, k, v, None, WINDOW)
+    expected = share_from_outside(q, k, v, None, NEAR)
     monkeypatch.setattr("hf_memmix.conversion.far_attention.ROWS", 7)
-    torch.testing.assert_close(share_from_outside(q, k, v, None, WINDOW), expected)
+    torch.testing.assert_close(share_from_outside(q, k, v, None, NEAR), expected)
 
 
 @pytest.mark.parametrize("position_ids", [None, PACKED], ids=["rows", "packed"])
@@ -73,7 +76,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_definition(options, position
     loss = pair(IDS, position_ids, loss_mask=mask)["loss"]
     parameters = list(pair.parameters())
     found = torch.autograd.grad(loss, parameters)
-    seen = recorded(teacher, student, WINDOW, position_ids).values()
+    # the window beside the memory reads the first token, too
+    seen = recorded(teacher, student, Near(WINDOW, 1) if options else NEAR, position_ids).values()
 
     def relative_error(ours, theirs, weight):
         return ((ours - theirs).square().sum(-1) * weight).sum() / (theirs.square().sum(-1) * weight).sum()
@@ -87,8 +91,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_definition(options, position
 def test_shares_do_not_cross_packed_documents():
     teacher = tiny_teacher().float()
     student = convert_model(teacher, "gka")
-    seen = recorded(teacher, student, WINDOW, PACKED)[0][2]
-    assert (seen[:, 9 : 9 + WINDOW] == 0).all() and (seen[:, 9 + WINDOW :] > 0).all()
+    for first in (0, 2):
+        seen, begin = recorded(teacher, student, Near(WINDOW, first), PACKED)[0][2], 9 + WINDOW + first
+        assert (seen[:, 9:begin] == 0).all() and (seen[:, begin:] > 0).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -45,7 +45,7 @@ def test_slices_are_merged_and_distilled_from_a_cache(workspace):
     """Two runs of align on different layers, their merge, and a distillation from the teacher's cache."""
     at = {name: workspace / name for name in ("teacher", "s0", "a", "b", "merged", "cache", "done", "text.txt")}
     pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
-    assert memmix("convert", "--teacher", at["teacher"], "--out", at["s0"]).exit_code == 0
+    assert memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--mixer", "gka").exit_code == 0
     for name, layers in (("a", "0"), ("b", "1")):
         result_of(memmix("align", "--student", at["s0"], "--out", at[name], "--layers", layers, *pair, *SMALL))
     merged = result_of(memmix("merge", at["a"], at["b"], "--student", at["s0"], "--out", at["merged"], "--json"))

@@ -41,7 +41,7 @@ TRAIN = """
 from hf_memmix.training.train import align
 from tiny_runs import SMALL_RUN, random_rows
 teacher = tiny_teacher("llama", layers=2)
-align(convert_model(teacher), teacher, random_rows(40), sys.argv[1], steps=4, save_every=1, learning_rate=1e-3,
+align(convert_model(teacher, "gka"), teacher, random_rows(40), sys.argv[1], steps=4, save_every=1, learning_rate=1e-3,
       **SMALL_RUN)
 """
 KILLS = {

@@ -54,7 +54,7 @@ RUN = """
     backend = compiled_layers.BACKEND = os.environ.get("COMPILE")
     out, broken = sys.argv[1], sys.argv[2] == "broken"
     teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, "gka", keep=[1])
     counted = torch.arange(16) < torch.arange(64)[:, None] % 14 + 2  # of unlike numbers of tokens
     tokens = torch.randint(3, 64, (1024,), generator=torch.Generator().manual_seed(0))
     data = TokenBlocks(tokens, 16, loss_mask=counted)
@@ -69,7 +69,7 @@ RUN = """
             try:
                 train(student, teacher, data, f"{out}/{stage}", recipe=recipe, callbacks=[Stop()])
             except KeyboardInterrupt:
-                student = convert_model(teacher, keep=[1])
+                student = convert_model(teacher, "gka", keep=[1])
                 if stage == "distill":
                     student.load_state_dict(aligned)
         killed = [Kill()] if sys.argv[2] == stage else []

@@ -379,7 +379,8 @@ def plot(record: dict, path: Path):
     lengths = sorted({row["tokens"] for row in rows})
     if not lengths:
         return
-    figure, panels = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 3.6), squeeze=False)
+    size = (4.2 * len(lengths), 4.2)
+    figure, panels = plt.subplots(1, len(lengths), figsize=size, squeeze=False, layout="constrained")
     for panel, length in zip(panels[0], lengths, strict=True):
         # a model has the same colour in every panel
         for colour, (model, name) in enumerate(MODELS.items()):
@@ -390,8 +391,8 @@ def plot(record: dict, path: Path):
         panel.set(xscale="log", yscale="log", title=f"prompts of {length:,} tokens", xlabel="sequences at once")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("output tokens per second")
-    panels[0][0].legend()
-    figure.tight_layout()
+    lines = {line.get_label(): line for panel in panels[0] for line in panel.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=150)
 
 

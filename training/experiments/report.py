@@ -30,7 +30,6 @@ from hf_memmix.training.experiments.smollm2 import (
     kept_layers,
     long_starts,
     new_user,
-    probe_forms,
 )
 
 
@@ -58,7 +57,6 @@ TABLES = {
     "kept_layers": of_one(kept_layers.table),
     "long_starts": of_one(long_starts.table),
     "beside_window": of_one(beside_window.table),
-    "probe_forms": of_one(probe_forms.table),
     "arms": of_one(arms_report.table),
     "drill_teacher": of_one(drill_teacher.table),
     "new_user": of_one(new_user.table),

@@ -91,7 +91,7 @@ class Form:
 PASSWORD = Form(" The password of{} is", "What is the password of{}?")
 CODE = Form(" The code of{} is", "What is the code of{}?")
 CHAIN = Form(" So what{} has is the", "What does{} have?")
-# the forms of four facts in which SmolLM2-135M-Instruct answers best: `training/experiments/smollm2/probe_forms.py`
+# the forms of four facts in which SmolLM2-135M-Instruct answers best, see training/experiments/smollm2
 _THINGS = ("code", "password", "nickname", "favorite word", "secret", "symbol")
 THINGS = tuple(Form(f" The {thing} of{{}} is", f"What is the {thing} of{{}}?") for thing in _THINGS)
 SENTENCES = (

@@ -106,6 +106,7 @@ def test_select_with_a_device_map_gives_the_same_plan(pair, tmp_path, kinds):
     command = ["select", "--teacher", teacher, "--text", tmp_path / "text.txt", "--json"]
     command += ["--tasks", "none", "--length", "64", "--max-tokens", "256"]
     command += [] if len(kinds) > 1 else ["--keep-count", "1"]
+    command += [] if kinds else ["--mixer", "gka"]
     for kind in kinds:
         save_student(convert_model(teacher, kind), tmp_path / kind, tiny_tokenizer())
         command += ["--student", tmp_path / kind]

@@ -111,5 +111,5 @@ lab-smoke: $(STAMP)
 	$(BIN)/python -m pytest tests/experiments/test_commands.py tests/experiments/test_lab_figures.py $(PYTEST)
 
 clean:
-	rm -rf .venv* build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist runs *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -280,11 +280,11 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
 
 def _check_far(student: nn.Module, teacher: nn.Module, recipe: Recipe) -> None:
     layers = recipe.layer_slice(student.config.memory_layers, student.config.num_hidden_layers)
-    windows = far_windows(student, layers, recipe.far_window)
-    if min(windows.values()) >= recipe.block_size:
+    read = min(near.tokens + near.first for near in far_windows(student, layers, recipe.far_window).values())
+    if read >= recipe.block_size:
         raise UserError(
             f"far_weight is {recipe.far_weight:g}, but no token of a block of {recipe.block_size} lies outside a"
-            f" window of {min(windows.values())}; give a larger block_size or a smaller far_window"
+            f" window of {read}; give a larger block_size or a smaller far_window"
         )
     if tensor_parallel_size(teacher.config) > 1:
         raise UserError("far_weight needs all heads of the teacher, which tensor parallelism divides; set it to 0")

@@ -195,7 +195,7 @@ class StreamedBlocks(IterableDataset):
     files before.
     """
 
-    drills = 0.0  # a stream has none
+    drills = 0.0  # a stream of text has no drills
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def mixer_of(name: str) -> tuple[str, dict[str, dict]]:
     """The mixer that a benchmark calls by this name, and options by mixer.
 
     "gka+64" is `gka` with a window of 64 tokens beside it (`local_window`), "gka:32" is `gka` with a sketch of 32
-    dimensions; "/1" behind a name gives windows one sink, and without it they have none.
+    dimensions. Behind "/" stands the number of first tokens that windows read; without it, they read none of them.
     """
     name, _, sinks = name.partition("/")
     name, _, sketch = name.partition(":")

@@ -6,6 +6,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ._dispatch import native_library
 from ._native import (
     INTEGER,
     POINTER,
@@ -48,6 +49,11 @@ def _call(library: ctypes.CDLL, name: str, tensors: dict, scale: float, work: fl
     memory = _Memory(**addresses, **dict(zip(SIZES, sizes, strict=True)), scale=scale)
     call = functools.partial(function(library, name, (POINTER, INTEGER, INTEGER)), ctypes.byref(memory))
     over_rows(call, (tensors["starts"].numel() - 1) * heads, work * q.shape[0] * q.shape[1] * heads * K * V)
+
+
+def library_for(op: str, state: Tensor, *tensors: Tensor | None) -> ctypes.CDLL | None:
+    """The native code of an op, if it should run on this state and these tensors; else None."""
+    return native_library(op, *tensors) if state.dtype == torch.float32 else None
 
 
 def forward(library: ctypes.CDLL, op: str, a) -> tuple[Tensor, Tensor]:

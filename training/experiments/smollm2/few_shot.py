@@ -138,7 +138,7 @@ def task_files(name: str, folder: Path, shots: int) -> dict[str, dict]:
     return {f"{name}_{kind}": {"task": f"{name}_{kind}"} | shared | fields for kind, fields in kinds.items()}
 
 
-def questions(folder: Path, name: str, tokenizer, shots: int = SHOTS) -> list[Sample]:
+def questions(folder: Path, name: str, tokenizer) -> list[Sample]:
     """The questions of a task behind its examples, as lm-eval writes them, padded at the end to one length. An answer
     is what follows its question, with the blank line after it.
     """
@@ -146,10 +146,10 @@ def questions(folder: Path, name: str, tokenizer, shots: int = SHOTS) -> list[Sa
         [json.loads(line) for line in (folder / f"{name}.{split}.jsonl").read_text(encoding="utf-8").splitlines()]
         for split in ("train", "test")
     )
-    answered = [f"{row['prompt']} {row['choices'][row['answer']]}{BLANK}" for row in train[:shots]]
+    examples = "".join(f"{row['prompt']} {row['choices'][row['answer']]}{BLANK}" for row in train[:SHOTS])
     pairs = []
     for row in test:
-        asked = tokenizer("".join(answered) + row["prompt"])["input_ids"]
+        asked = tokenizer(examples + row["prompt"])["input_ids"]
         answer = tokenizer(f" {row['choices'][row['answer']]}{BLANK}", add_special_tokens=False)["input_ids"]
         pairs.append((asked, answer))
     longest = max(len(asked) + len(answer) for asked, answer in pairs)

@@ -1,11 +1,10 @@
 """The op of the gated delta rule: checks of the arguments, choice of the path, registration with torch.library."""
 
-import torch
 from torch import Tensor
 
 from .. import _native_memory
 from .._common import check_shared_heads, dense, start_state
-from .._dispatch import native_library, use_triton
+from .._dispatch import use_triton
 from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
@@ -17,15 +16,10 @@ def _runs_triton(a: Inputs | Token) -> bool:
     return use_triton(a.q, "gated_delta", max(a.q.shape[-1], a.v.shape[-1]))
 
 
-def _native(state: Tensor, *tensors: Tensor):
-    """The native code, if it should run on these tensors; else None."""
-    return native_library("gated_delta", *tensors) if state.dtype == torch.float32 else None
-
-
 @chunk_op("hf_memmix::gated_delta_fwd")
 @flat(Inputs)
 def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
-    if library := _native(a.initial_state, *a[:6]):
+    if library := _native_memory.library_for("gated_delta", a.initial_state, *a[:6]):
         return _native_memory.forward(library, "gated_delta", a)
     fwd = module(".launch", __package__).gated_delta_fwd_triton if _runs_triton(a) else gated_delta_fwd_torch
     return fwd(*a)
@@ -40,7 +34,7 @@ def _(a):
 @chunk_op("hf_memmix::gated_delta_bwd")
 @flat(Upstream, Inputs)
 def _bwd(upstream: Upstream, a: Inputs) -> tensors(6):
-    if library := _native(a.initial_state, *a[:6], *upstream):
+    if library := _native_memory.library_for("gated_delta", a.initial_state, *a[:6], *upstream):
         dq, dk, dv, dg, dbeta, _, dinitial = _native_memory.backward(library, "gated_delta", upstream, a)
         return dq, dk, dv, dg, dbeta, dinitial
     bwd = module(".launch", __package__).gated_delta_bwd_triton if _runs_triton(a) else gated_delta_bwd_torch
@@ -71,7 +65,7 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @step_op("hf_memmix::gated_delta_step", mutates_args=("state",))
 @flat(Token)
 def _step(token: Token) -> Tensor:
-    if library := _native(token.state, *token[:6]):
+    if library := _native_memory.library_for("gated_delta", token.state, *token[:6]):
         return _native_memory.step(library, "gated_delta", token)
     if _runs_triton(token):
         from .launch import gated_delta_step_triton as step

@@ -1,11 +1,10 @@
 """The gla op: checks of the arguments, choice of the path, registration with torch.library."""
 
-import torch
 from torch import Tensor
 
 from .. import _native_memory
 from .._common import check_shared_heads, dense, start_state
-from .._dispatch import native_library, use_triton
+from .._dispatch import use_triton
 from .._groups import flat
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
@@ -15,15 +14,10 @@ from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 CHUNK_SIZES = (16, 32, 64, 128)
 
 
-def _native(state: Tensor, *tensors: Tensor | None):
-    """The native code, if it should run on these tensors; else None."""
-    return native_library("gla", *tensors) if state.dtype == torch.float32 else None
-
-
 @chunk_op("hf_memmix::gla_fwd")
 @flat(Inputs)
 def _fwd(a: Inputs) -> tuple[Tensor, Tensor]:
-    if library := _native(a.initial_state, *a[:7]):
+    if library := _native_memory.library_for("gla", a.initial_state, *a[:7]):
         return _native_memory.forward(library, "gla", a)
     fwd = module(".launch", __package__).gla_fwd_triton if use_triton(a.q, "gla") else gla_fwd_torch
     return fwd(*a)
@@ -38,7 +32,7 @@ def _(a):
 @chunk_op("hf_memmix::gla_bwd")
 @flat(Upstream, Inputs)
 def _bwd(upstream: Upstream, a: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if library := _native(a.initial_state, *a[:7], *upstream):
+    if library := _native_memory.library_for("gla", a.initial_state, *a[:7], *upstream):
         grads = _native_memory.backward(library, "gla", upstream, a)
     else:
         bwd = module(".launch", __package__).gla_bwd_triton if use_triton(a.q, "gla") else gla_bwd_torch
@@ -78,7 +72,7 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @step_op("hf_memmix::gla_step", mutates_args=("state",))
 @flat(Token)
 def _step(token: Token) -> Tensor:
-    if library := _native(token.state, *token[:7]):
+    if library := _native_memory.library_for("gla", token.state, *token[:7]):
         return _native_memory.step(library, "gla", token)
     if use_triton(token.q, "gla"):
         from .launch import gla_step_triton as step

@@ -52,7 +52,9 @@ ARMS = {
     "kda + window 192": {"kda": {"local_window": 192}} | NO_FIRST_TOKEN,
     "kda + window 192, first token": {"kda": {"local_window": 192}} | FIRST_TOKEN,
     "lattice": {"lattice": {}},
+    "lattice + window 192, first token": {"lattice": {"local_window": 192}} | FIRST_TOKEN,
     "mamba2": {"mamba2": {}},
+    "mamba2 + window 192, first token": {"mamba2": {"local_window": 192}} | FIRST_TOKEN,
 }
 # a memory beside a window that `align` also compares by what attention reads outside this window
 FAR = ", far weight 1"

@@ -6,7 +6,7 @@ from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR, FEW_SHOT
 
-HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "answers, %")
+HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "tokens alike", "answers, %")
 FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
 
 
@@ -24,10 +24,13 @@ def table(results: dict) -> str:
     asked = [(probe, n) for probe in probes for n in lengths if teacher[f"{probe}_{n}_choice"] >= LEAST_OF_TEACHER]
     parts = [_of_kept([row for row in students if len(row["keep"]) == count], teacher, asked) for count in counts]
     usual = min(students, key=lambda row: row["tokens"])
+    generated = usual["generation"]
     several = len({row.get("seed") for row in students}) > 1
     parts.append(
         f"KL and ratio of perplexities: on held-out text and on the domain, after {usual['align']} steps of align and"
-        f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Answers: generated, at 1,024 tokens."
+        f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Tokens alike: median of greedy tokens, of"
+        f" {generated['new_tokens']} behind each of {generated['prompts']} texts, before the first that is not the"
+        f" teacher's. Answers: generated, at 1,024 tokens."
         f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
         f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
         f"{'Tasks with examples: exact answers, in percent. ' * bool(_tasks(teacher))}"
@@ -44,9 +47,10 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) 
         groups.setdefault(_name(row, usual), []).append(row)
     groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
     names = [f"{probe}_{length}_choice" for probe, length in asked] + [FEW_SHOT + task for task in _tasks(teacher)]
-    lines = [["teacher", "", "0", "0", "1", *_shares([teacher], names)]]
+    lines = [["teacher", "", "0", "0", "1", "", *_shares([teacher], names)]]
     for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
+        figures.append(_span([f"{row['generation']['median']:.0f}" for row in rows]))
         lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, names)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"

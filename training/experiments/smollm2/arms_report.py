@@ -28,9 +28,9 @@ def table(results: dict) -> str:
     several = len({row.get("seed") for row in students}) > 1
     parts.append(
         f"KL and ratio of perplexities: on held-out text and on the domain, after {usual['align']} steps of align and"
-        f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Tokens alike: median of the"
-        f" greedy tokens, of {generated['new_tokens']} behind each of {generated['prompts']} texts, before the first that is not the"
-        f" teacher's. Answers: generated, at 1,024 tokens."
+        f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Tokens alike: median of greedy tokens"
+        f" before the first that is not the teacher's, {generated['new_tokens']} behind each of"
+        f" {generated['prompts']} texts. Answers: generated, at 1,024 tokens."
         f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
         f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
         f"{'Tasks with examples: exact answers, in percent. ' * bool(_tasks(teacher))}"

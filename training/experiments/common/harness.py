@@ -44,7 +44,7 @@ from hf_memmix.training.experiments.bundled.versions import check_teacher, earli
 PACKAGE = "hf_memmix.training.experiments"
 GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
-_RESUME_MAY_CHANGE = ("out", "workers", "seconds", "deadline", "text", "images", "teacher", "data", "few_shot")
+_RESUME_MAY_CHANGE = ("out", "workers", "seconds", "deadline", "text", "images", "teacher", "data")
 _RESUME_MAY_CHANGE += ("heldout", "domain", "given_steps", "compile", "few_shot")
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
 _RESUME_MAY_EXTEND = (

@@ -21,15 +21,19 @@ from hf_memmix_kernels import (
     chunk_gka,
     chunk_gla,
     chunk_lattice,
+    chunk_window,
     coffee_step,
     gka_step,
     gla_step,
     lattice_step,
+    naive_window,
     short_conv_step,
+    window_step,
 )
 from hf_memmix_kernels.gka import native_path as gka_native_path
-from hf_memmix_kernels.rowwise import decay, gated_norm, unit_heads
+from hf_memmix_kernels.rowwise import decay, gated_norm, rotate, unit_heads
 from hf_memmix_kernels.short_conv import Convolution, unit_heads_after_convolutions
+from hf_memmix_kernels.window import window_state_shapes
 
 pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C++ compiler")
 
@@ -268,6 +272,37 @@ def test_heads_equal_convolutions_and_unit_heads(dtype, rotated, paged, monkeypa
         assert torch.equal(pools[i] if indices is None else pools[i][indices], states[i])
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("dim", [5, 40, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_of_a_window_equals_naive(dtype, dim, paged, monkeypatch):
+    """Heads of part and whole registers, groups of five heads, rows with 0, 9 and 60 tokens, in several threads."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    monkeypatch.setattr(_native, "THREAD_WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    torch.manual_seed(0)
+    window, sinks, past = 18, 3, (0, 9, 60)
+    q, k, v = (torch.randn(3, 61, heads, dim).to(dtype) for heads in (10, 2, 2))
+    logits = torch.randn(10)
+    shapes = window_state_shapes(3, 2, dim, window, sinks)
+    states = [torch.zeros(s, dtype=t) for s, t in zip(shapes, (dtype, dtype, torch.long), strict=True)]
+    for row, count in enumerate(past):
+        if count:
+            _, found = chunk_window(*(t[row : row + 1, :count] for t in (q, k, v)), window=window, sinks=sinks)
+            for state, part in zip(states, found, strict=True):
+                state[row] = part[0]
+    given = {"window": window, "sinks": sinks, "softcap": 3.0, "sink_logits": logits}
+    token = [torch.stack([t[row, count] for row, count in enumerate(past)])[:, None] for t in (q, k, v)]
+    pools, indices = pages_or_rows(paged, *states)
+    got = window_step(*token, pools, state_indices=indices, **given)
+    for row, count in enumerate(past):
+        want = naive_window(*(t[row : row + 1, : count + 1] for t in (q, k, v)), **given)[:, -1:]
+        assert error(got[row : row + 1], want) < (1e-6 if dtype == torch.float32 else 4e-3)
+        page = row if indices is None else indices[row]
+        slot = count if count < sinks else sinks + (count - sinks) % window
+        assert torch.equal(pools[0][page, slot], token[1][row, 0]) and (pools[2][page] == count + 1).all()
+
+
 def test_gradients_take_the_torch_path(monkeypatch):
     """Native code of the rowwise functions has no gradient."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
@@ -294,6 +329,9 @@ def test_torch_func_gives_the_gradient_of_native_code(name, wrapped, monkeypatch
 # ---- what only native code could get wrong: it reads memory by its address
 
 
+WINDOW = (torch.float32, torch.float32, torch.long)  # the dtypes of its states
+
+
 def steps_and_sequences():
     """Outputs of every function with native code, for fixed inputs."""
     torch.manual_seed(0)
@@ -305,8 +343,12 @@ def steps_and_sequences():
     found = [gla_step(q, k, v, -gates, states[2]), gka_step(q, k, v, -gates, None, None, tuple(states[:2]))]
     found.append(lattice_step(q, k, v, gates, state=torch.nn.functional.normalize(states[3], dim=-2)))
     found.append(coffee_step(x, -weight.abs(), weight, weight, state=torch.zeros(2, 8, 4, **cpu)))
+    ring = [
+        torch.zeros(s, device="cpu", dtype=d) for s, d in zip(window_state_shapes(2, 2, 8, 4, 1), WINDOW, strict=True)
+    ]
+    found.append(window_step(q, k, v, ring, window=4, sinks=1))
     found.append(short_conv_step(x, weight, None, torch.zeros(2, 8, 3, **cpu)))
-    found += [unit_heads(q, None, None, 1e-6), *decay(x, weight[:, 0], weight[:, 1])]
+    found += [unit_heads(q, None, None, 1e-6), rotate(q, gates, gates), *decay(x, weight[:, 0], weight[:, 1])]
     found.append(gated_norm(q, k, weight[:, 0], 1e-6))
     leaf = q.clone().requires_grad_()
     for call in (chunk_gka, chunk_lattice, chunk_gla):

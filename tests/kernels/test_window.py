@@ -52,16 +52,17 @@ def dtype(backend):
     return torch.float32 if backend == "triton" else torch.float64
 
 
-def rows(**tables):
-    """Every combination; of a table with three values, `make test` runs those in which every two values of size, form
-    and table meet, and on Triton, which is slow in the interpreter, a few.
+def rows(native: bool = False, **tables):
+    """Every combination, with `native` also on that path; of a table with three values, `make test` runs those in
+    which every two values of size, form and table meet, and on Triton, which is slow in the interpreter, a few.
     """
     found, wide = [], len(next(iter(tables.values()), ())) == 3
     every = [[*enumerate(table)] for table in (SIZES, FORMS, *tables.values())]
     for number, row in enumerate(itertools.product(*every)):
         places, values = zip(*row, strict=True)
         few = values[0] in ((3, 0), (8, 3)) and number % 5 == 0
-        for path, everyday in (("torch", not wide or sum(places[:3]) % 3 == 0), ("triton", few)):
+        some = not wide or sum(places[:3]) % 3 == 0
+        for path, everyday in (("torch", some), *([("native", some)] if native else []), ("triton", few)):
             marks = () if everyday else pytest.mark.product
             found.append(pytest.param(path, *values, marks=marks, id="-".join(map(str, (path, *values)))))
     return pytest.mark.parametrize(("backend", "size", "form", *tables), found, indirect=["backend"])
@@ -101,7 +102,7 @@ def test_gradients_of_a_split_equal_those_of_naive(size, form, dtype):
         assert_close(named, dict(zip("qkv", want, strict=True)), lambda name: 2 * TOLERANCE[dtype])
 
 
-@rows(paged=[False, True])
+@rows(native=True, paged=[False, True])
 def test_steps_equal_naive(size, form, paged, backend):
     """Also on dirty pages, and with the same states as the chunk form at the end."""
     length, dtype = 2 * sum(size) + 3, torch.float32

@@ -113,6 +113,12 @@ struct Wide {};
 struct One {};
 inline Lanes get(const float* at, Wide) { return *reinterpret_cast<const Lanes*>(at); }
 inline float get(const float* at, One) { return *at; }
+inline float get(const bf16* at, One) { return load(*at); }
+inline Lanes get(const bf16* at, Wide) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+    return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), Words) << 16);
+}
 inline void put(float* at, Lanes x) { *reinterpret_cast<Lanes*>(at) = x; }
 inline void put(float* at, float x) { *at = x; }
 
@@ -153,14 +159,20 @@ static inline T* page(T* states, const int64_t* pages, int64_t stride, int64_t b
     return states + (pages ? pages[b] : b) * stride;
 }
 
-// y = R z / (|R z| + eps) of one head: R turns the channels i and i + pairs by an angle. z is overwritten.
+// z = R z of one head: R turns the channels i and i + pairs by an angle.
 template <class T>
-static inline void unit_head(float* z, const T* cos, const T* sin, T* y, int64_t D, int64_t pairs, float eps) {
+static inline void rotate_head(float* z, const T* cos, const T* sin, int64_t pairs) {
     for (int64_t i = 0; i < pairs; ++i) {
         const float a = z[i], b = z[i + pairs], c = load(cos[i]), s = load(sin[i]);
         z[i] = a * c - b * s;
         z[i + pairs] = b * c + a * s;
     }
+}
+
+// y = R z / (|R z| + eps) of one head. z is overwritten.
+template <class T>
+static inline void unit_head(float* z, const T* cos, const T* sin, T* y, int64_t D, int64_t pairs, float eps) {
+    rotate_head(z, cos, sin, pairs);
     float square = 0;
     for (int64_t i = 0; i < D; ++i) square += z[i] * z[i];
     const float size = std::sqrt(square) + eps;

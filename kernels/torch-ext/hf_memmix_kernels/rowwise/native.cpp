@@ -13,15 +13,21 @@ inline float activate(float x, int64_t activation) {
 
 inline float cut(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
 
+// without `eps` only the rotation
 template <class T>
-void unit(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t D, int64_t pairs, float eps, int64_t first,
-          int64_t last) {
+void turned(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t D, int64_t pairs, const float* eps,
+            int64_t first, int64_t last) {
     std::vector<float> head(D);
     x += first * heads * D, y += first * heads * D;
     for (int64_t row = first * heads; row < last * heads; ++row, x += D, y += D) {
         for (int64_t i = 0; i < D; ++i) head[i] = load(x[i]);
         const int64_t angle = row / heads * pairs;
-        unit_head(head.data(), cos + angle, sin + angle, y, D, pairs, eps);
+        if (eps) {
+            unit_head(head.data(), cos + angle, sin + angle, y, D, pairs, *eps);
+            continue;
+        }
+        rotate_head(head.data(), cos + angle, sin + angle, pairs);
+        for (int64_t i = 0; i < D; ++i) store(y[i], head[i]);
     }
 }
 
@@ -61,15 +67,15 @@ EXPORT void decay(const float* x, const float* bias, const float* A_log, float* 
     }
 }
 
-// Rows first .. last - 1 of x, y [rows, heads, D], cos and sin [rows, pairs]
-EXPORT void unit_heads(const void* x, const void* cos, const void* sin, void* y, int64_t heads, int64_t D, int64_t pairs,
-                       float eps, int64_t in_bf16, int64_t first, int64_t last) {
-    if (in_bf16)
-        unit<bf16>(static_cast<const bf16*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin),
-                   static_cast<bf16*>(y), heads, D, pairs, eps, first, last);
-    else
-        unit<float>(static_cast<const float*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin),
-                    static_cast<float*>(y), heads, D, pairs, eps, first, last);
+// y = R x, or R x / (|R x| + eps): rows first .. last - 1 of x, y [rows, heads, D], cos and sin [rows, pairs]
+EXPORT void heads(const void* x, const void* cos, const void* sin, void* y, int64_t heads, int64_t D, int64_t pairs,
+                  const float* eps, int64_t in_bf16, int64_t first, int64_t last) {
+    const auto run = [&](auto kind) {
+        using T = decltype(kind);
+        turned(static_cast<const T*>(x), static_cast<const T*>(cos), static_cast<const T*>(sin), static_cast<T*>(y), heads,
+               D, pairs, eps, first, last);
+    };
+    in_bf16 ? run(bf16()) : run(float());
 }
 
 // Rows first .. last - 1 of y, out and, if it is not null, gate [rows, D]; weight [groups, D], of which row r takes

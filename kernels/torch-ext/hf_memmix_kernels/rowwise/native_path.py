@@ -10,7 +10,7 @@ from torch import Tensor
 from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows
 
 ACTIVATIONS = (None, "silu", "gelu")  # in the order of native.cpp
-UNIT = (*[POINTER] * 4, *[INTEGER] * 3, REAL, *[INTEGER] * 3)
+HEADS = (*[POINTER] * 4, *[INTEGER] * 3, POINTER, *[INTEGER] * 3)
 DECAY = (*[POINTER] * 5, INTEGER, INTEGER, REAL, REAL, REAL)
 NORM = (*[POINTER] * 4, *[INTEGER] * 2, REAL, *[INTEGER] * 2, REAL, REAL, *[INTEGER] * 3)
 WORK = 20  # operations per number, about
@@ -23,15 +23,18 @@ def runs_native(x: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-def unit_heads_native(library: ctypes.CDLL, x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
-    """See `op.unit_heads`."""
+def heads_native(
+    library: ctypes.CDLL, x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float | None = None
+) -> Tensor:
+    """See `op.unit_heads`; without eps `op.rotate`."""
     x = x.contiguous()
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
     y, (batch, length, heads, dim) = torch.empty_like(x), x.shape
     call = functools.partial(
-        function(library, "unit_heads", UNIT), x.data_ptr(), address(cos), address(sin), y.data_ptr(), heads, dim,
-        0 if cos is None else cos.shape[-1], eps, x.dtype == torch.bfloat16,
+        function(library, "heads", HEADS), x.data_ptr(), address(cos), address(sin), y.data_ptr(), heads, dim,
+        0 if cos is None else cos.shape[-1], None if eps is None else ctypes.byref(REAL(eps)),
+        x.dtype == torch.bfloat16,
     )  # fmt: skip
     over_rows(call, batch * length, WORK * x.numel())
     return y

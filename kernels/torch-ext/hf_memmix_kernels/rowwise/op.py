@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._dispatch import native_library, use_triton
 from .._registration import eager_function, module, needs_op
-from .native_path import decay_native, gated_norm_native, runs_native, unit_heads_native
+from .native_path import decay_native, gated_norm_native, heads_native, runs_native
 from .torch_path import (
     ACTIVATIONS,
     decay_torch,
@@ -128,6 +128,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: the shapes do not fit.
     """
     _check_heads("rotate", x, cos, sin)
+    if library := _native(x, cos, sin):
+        return heads_native(library, x, cos, sin)
     return _rotate(x, cos, sin) if runs_kernels(x, cos, sin) else rotate_torch(x, cos, sin)
 
 
@@ -150,7 +152,7 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
         raise ValueError("unit_heads: only one of cos and sin is given; pass both, or neither for no rotation")
     _check_heads("unit_heads", x, cos, sin)
     if library := _native(x, cos, sin):
-        return unit_heads_native(library, x, cos, sin, eps)
+        return heads_native(library, x, cos, sin, eps)
     if not runs_kernels(x, cos, sin):
         return unit_heads_torch(x, cos, sin, eps)
     return _unit_heads(x, cos, sin, eps)

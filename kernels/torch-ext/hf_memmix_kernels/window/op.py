@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._groups import flat
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
 from .arguments import Reach, Results, Sizes, States, Tokens, Upstream
+from .native_path import runs_native, window_step_native
 from .torch_path import (
     after_past,
     is_causal,
@@ -73,6 +74,8 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @step_op("hf_memmix::window_step", mutates_args=("keys", "values", "seen"))
 @flat(Tokens, States, Sizes)
 def _step(x: Tokens, states: States, sizes: Sizes) -> Tensor:
+    if runs_native(x, states) and (library := native_library("window", *x, *states)):
+        return window_step_native(library, x, states, sizes)
     step = module(".launch", __package__).window_step_triton if _kernels(x.q) else window_step_torch
     return step(*x, *states, *sizes)
 

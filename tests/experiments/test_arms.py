@@ -158,6 +158,7 @@ def test_seeds_of_an_arm_share_a_line_and_lengths_that_the_teacher_fails_are_lef
         "align": 1,
         "distill": 1,
     }
+    common |= {"generation": {"median": 3.0, "prompts": 2, "new_tokens": 4}}
     common |= {"recall": [{"answers": 5}], "state_bytes": 10, "arm": "gka", "heldout_kl": 0.1, "domain_kl": 0.1}
     rows = [common | teacher | {"arm": "teacher"}]
     for keep, ratio in (([0], 1.5), ([], 1.1), ([], 1.3)):
@@ -165,4 +166,4 @@ def test_seeds_of_an_arm_share_a_line_and_lengths_that_the_teacher_fails_are_lef
     settings = {"lengths": [48, 96, 99], "probes": ["fact"], "window": 4}
     results = {"rows": rows, "settings": settings, "environment": ENVIRONMENT}
     table = arms_report.table(results)
-    assert "| 1.100 to 1.300 | 50 | 90 |\n" in table and "| 1.500 | 50 | 90 |\n" in table
+    assert "| 1.100 to 1.300 | 3 | 50 | 90 |\n" in table and "| 1.500 | 3 | 50 | 90 |\n" in table

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_memmix.assets import asset_path
@@ -78,7 +79,7 @@ def test_sums_and_their_files(tmp_path):
 
 
 def test_exact_answers_are_those_that_a_model_generates(tmp_path, monkeypatch):
-    monkeypatch.setattr(few_shot, "BLANK", "")  # so that an answer is one word
+    monkeypatch.setattr(few_shot, "END", "")  # so that an answer is one word
     few_shot.main(tmp_path, None, 20, 2, 0, ["arithmetic"])
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
     model = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"))
@@ -92,19 +93,38 @@ def test_exact_answers_are_those_that_a_model_generates(tmp_path, monkeypatch):
     for row in rows[1::2]:
         row["choices"][row["answer"]] = "umbrellas"
     test.write_text("\n".join(map(json.dumps, rows)))
-    assert few_shot.exact_answers(model, tokenizer, tmp_path, 1024) == {"arithmetic": 0.5}
+    found = few_shot.answered(model, tokenizer, tmp_path, 1024)
+    assert found["arithmetic"] == 0.5
+    assert found["arithmetic" + few_shot.NLL] > 0
 
 
-def test_a_question_stands_behind_its_examples(tmp_path):
+def bytes_and_blank_lines():
+    """A tokenizer of bytes that, like SmolLM2's, has a token for a blank line at the end of a text, and two for one
+    within it.
+    """
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: number for number, piece in enumerate([*pieces, "ĊĊ"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["tiny_teacher", "bytes"])
+def test_a_question_stands_behind_its_examples(kind, tmp_path):
     few_shot.main(tmp_path, None, 3, 2, 0, ["arithmetic"])
-    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    tokenizer = bytes_and_blank_lines() if kind == "bytes" else AutoTokenizer.from_pretrained(asset_path(kind))
     rows = [json.loads(line) for line in (tmp_path / "arithmetic.test.jsonl").read_text().splitlines()]
     for row, sample in zip(rows, few_shot.questions(tmp_path, "arithmetic", tokenizer), strict=True):
         (answer,) = sample.answers
         question, said = sample.ids[: answer.start], sample.ids[answer.start : answer.stop]
         assert tokenizer.decode(question).endswith("\n\n" + row["prompt"])
         assert tokenizer.decode(question).count(" = ") == few_shot.SHOTS
-        assert tokenizer.decode(said) == f" {row['choices'][row['answer']]}\n\n"
+        right = f" {row['choices'][row['answer']]}"
+        assert tokenizer.decode(said).rstrip("\n") == right and tokenizer.decode(said) != right
+        # the model has seen such tokens in the examples
+        example = tokenizer.decode(question) + right + few_shot.BLANK + row["prompt"]
+        assert tokenizer(example)["input_ids"][: answer.stop] == question + said
 
 
 @pytest.mark.slow  # imports another library

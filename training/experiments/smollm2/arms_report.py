@@ -1,12 +1,16 @@
 """The report of the arms: for each number of kept layers a table of quality and of recall by length."""
 
+import statistics
+
 from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER
 from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.smollm2.few_shot import NLL
 from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR, FEW_SHOT
 
 HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "tokens alike", "answers, %")
+_QUESTIONS = "Tasks with examples: exact answers in percent; nll: nats of a right answer. "
 FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
 
 
@@ -33,7 +37,7 @@ def table(results: dict) -> str:
         f" {generated['prompts']} texts. Answers: generated, at 1,024 tokens."
         f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
         f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
-        f"{'Tasks with examples: exact answers, in percent. ' * bool(_tasks(teacher))}"
+        f"{_QUESTIONS * bool(_tasks(teacher))}"
         f"{_choice(teacher, results['settings'])} {measured_at(results)}."
     )
     return "\n\n".join(parts)
@@ -46,7 +50,7 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) 
     for row in students:
         groups.setdefault(_name(row, usual), []).append(row)
     groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
-    names = [f"{probe}_{length}_choice" for probe, length in asked] + [FEW_SHOT + task for task in _tasks(teacher)]
+    names = [f"{probe}_{length}_choice" for probe, length in asked]
     lines = [["teacher", "", "0", "0", "1", "", *_shares([teacher], names)]]
     for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
@@ -54,10 +58,12 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) 
         lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, names)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
-    columns = [*(f"`{probe}`, {n:,}" for probe, n in asked), *_tasks(teacher)]
-    quality = markdown_table((title, *HEAD, *columns), lines, figures=True)
+    columns = [f"`{probe}`, {n:,}" for probe, n in asked]
+    parts = [markdown_table((title, *HEAD, *columns), lines, figures=True)]
+    groups = {"teacher": [teacher]} | groups
+    parts += _examples(title, groups)
     # kept layers read all tokens, so what they recall hardly depends on the distance
-    return "\n\n".join([quality, *([] if keep else _far(title, {"teacher": [teacher]} | groups))])
+    return "\n\n".join([*parts, *([] if keep else _far(title, groups))])
 
 
 def _name(row: dict, usual: int) -> str:
@@ -88,9 +94,26 @@ def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
     return [markdown_table(head, lines, figures=True), note]
 
 
+def _examples(title: str, groups: dict[str, list[dict]]) -> list[str]:
+    """A table of the tasks with examples, if they were measured."""
+    names = [FEW_SHOT + task for task in _tasks(groups["teacher"][0])]
+    if not names:
+        return []
+    lines = []
+    for group, rows in groups.items():
+        means = [statistics.mean(row[name] for name in names) for row in rows]
+        nll = [statistics.mean(row[name + NLL] for name in names) for row in rows]
+        exact = [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in names]
+        spans = _span([f"{100 * mean:.1f}" for mean in means]), _span([f"{one:.3f}" for one in nll])
+        lines.append([group, *exact, *spans])
+    tasks = (name.removeprefix(FEW_SHOT).replace("_", " ") for name in names)
+    return [markdown_table((f"{title}, tasks", *tasks, "mean", "mean nll"), lines, figures=True)]
+
+
 def _tasks(teacher: dict) -> list[str]:
     """The tasks of few_shot.py that were measured."""
-    return [name.removeprefix(FEW_SHOT) for name in teacher if name.startswith(FEW_SHOT)]
+    names = (name.removeprefix(FEW_SHOT) for name in teacher if name.startswith(FEW_SHOT))
+    return [name for name in names if not name.endswith(NLL)]
 
 
 def _shares(rows: list[dict], names: list[str]) -> list[str]:

@@ -48,6 +48,8 @@ PACKAGES = ("dict-gcide", *(package for package, _ in LANGUAGES.values()))
 LINES, WIDTH = 8, 100  # of a piece of source code
 EXAMPLES = 16  # rows from which the examples before a question are taken
 SHOTS = 8  # examples before a question
+NLL = "_nll"
+END = "\n"  # of an answer
 BLANK = "\n\n"  # between an answer and the next example
 
 Labelled = dict[str, list[str]]  # texts by their label
@@ -140,7 +142,10 @@ def task_files(name: str, folder: Path, shots: int) -> dict[str, dict]:
 
 def questions(folder: Path, name: str, tokenizer) -> list[Sample]:
     """The questions of a task behind its examples, as lm-eval writes them, padded at the end to one length. An answer
-    is what follows its question, with the blank line after it.
+    is what follows its question, with the end of its line.
+
+    Raises:
+        ValueError: the tokenizer joins an answer with its question.
     """
     train, test = (
         [json.loads(line) for line in (folder / f"{name}.{split}.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -150,8 +155,15 @@ def questions(folder: Path, name: str, tokenizer) -> list[Sample]:
     pairs = []
     for row in test:
         asked = tokenizer(examples + row["prompt"])["input_ids"]
-        answer = tokenizer(f" {row['choices'][row['answer']]}{BLANK}", add_special_tokens=False)["input_ids"]
-        pairs.append((asked, answer))
+        answer = f" {row['choices'][row['answer']]}"
+        # tokens of the answer as they stand in an example: another one follows
+        read = tokenizer(examples + row["prompt"] + answer + BLANK + train[0]["prompt"])["input_ids"]
+        stops = range(len(asked) + 1, len(read) + 1)
+        ends = (end for end in stops if tokenizer.decode(read[len(asked) : end]).startswith(answer + END))
+        end = next(ends, None)
+        if end is None or read[: len(asked)] != asked:
+            raise ValueError(f"{name}: this tokenizer joins {answer!r} with the text around it")
+        pairs.append((asked, read[len(asked) : end]))
     longest = max(len(asked) + len(answer) for asked, answer in pairs)
     samples = []
     for asked, answer in pairs:
@@ -161,13 +173,16 @@ def questions(folder: Path, name: str, tokenizer) -> list[Sample]:
     return samples
 
 
-def exact_answers(model, tokenizer, folder: Path, batch_tokens: int) -> dict[str, float]:
-    """By task, the share of questions to which a model that generates greedily gives the exact answer."""
+def answered(model, tokenizer, folder: Path, batch_tokens: int) -> dict[str, float]:
+    """By task, the share of questions to which a model that generates greedily gives the exact answer; by task and
+    `NLL`, the mean negative log-likelihood of the right answers in nats.
+    """
     found, made = {}, json.loads((folder / "sources.json").read_text(encoding="utf-8"))
     for name in made["questions"]:
         samples = questions(folder, name, tokenizer)
         scores = score(model, samples, max(1, batch_tokens // len(samples[0].ids)), control=False)
         found[name] = sum(one.exact for one in scores) / len(scores)
+        found[name + NLL] = sum(one.nll for one in scores) / len(scores)
     return found
 
 

@@ -24,7 +24,7 @@ from hf_memmix.training.evaluation.probes.tasks import needle
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.smollm2.few_shot import exact_answers
+from hf_memmix.training.experiments.smollm2.few_shot import answered
 from hf_memmix.training.experiments.smollm2.more_forms import MORE_FORMS
 from hf_memmix.training.fact_drills import FactMaterial, with_drills
 from hf_memmix.training.fact_words import FORMS
@@ -147,11 +147,11 @@ def needles(args) -> list:
 
 
 def few_shot(model, args) -> dict[str, float]:
-    """`exact_answers` as flat figures; nothing without a folder of `few_shot.py`."""
+    """`answered` as flat figures; nothing without a folder of `few_shot.py`."""
     if args.few_shot is None:
         return {}
     with autocast():
-        found = exact_answers(model, tokenizer_of(args.teacher), args.few_shot, BATCH_TOKENS // 4)
+        found = answered(model, tokenizer_of(args.teacher), args.few_shot, BATCH_TOKENS // 4)
     return {f"{FEW_SHOT}{name}": share for name, share in found.items()}
 
 

@@ -199,6 +199,11 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
             state.copy_(new[name])
         return y
 
+    def layer_step(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, states: dict[str, Tensor]) -> Tensor | None:
+        """`project`, `step` and `readout` of one token in one call, where a mixer has such a call and it can run; else
+        None, and the states have not changed."""
+        return None
+
     def packed_outputs(self, tokens: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
         """The outputs of `scan` for packed sequences that begin anew; a mixer can save the cost of their states."""
         return self.scan(tokens, None, cu_seqlens=cu_seqlens)[0]

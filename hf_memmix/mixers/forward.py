@@ -137,9 +137,11 @@ class MixerForward(nn.Module):
         return self._scan_rows(inputs, layout.rows, states, layer)
 
     def _step(self, inputs: LayerInputs, states: dict[str, Tensor], layer) -> Tensor:
-        y = self.step(self._tokens(inputs), states)
+        out = self.layer_step(inputs.x, inputs.rotary or None, states)
+        if out is None:
+            out = self.readout(self.step(self._tokens(inputs), states), inputs.x)
         layer.advance(1)
-        return self.readout(y, inputs.x)
+        return out
 
     def _scan_rows(self, inputs: LayerInputs, rows: PaddedRows | None, states, layer) -> Tensor:
         inputs = inputs.valid_first(rows)

@@ -3,12 +3,14 @@
 The other tests of the core compare float64 models, which native code does not run.
 """
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from core.checks import left_padded, positions_of
-from core.mixer_variants import every_third_variant, made
+from core.mixer_variants import VARIANTS, every_third_variant, made
 from hf_memmix.mixers.layers import ShortConvolution
 from hf_memmix_kernels import _native
 from testing import MIXERS, assert_same, random_ids, tiny_model
@@ -122,6 +124,39 @@ def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch)
         handle.remove()
         assert_same(steps, whole, type(child).__name__, tolerance=1e-3)
         assert (steps - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+OF_A_WINDOW = [options for mixer, options in VARIANTS if mixer == "window"]
+ALL = {"use_rope": True, "qk_norm": "head", "sink_logits": True, "qkv_bias": True, "o_bias": True, "softcap": 2.0}
+
+
+@torch.no_grad()
+@both_dtypes
+@pytest.mark.parametrize("options", [*OF_A_WINDOW, ALL], ids=str)
+def test_a_layers_step_in_one_call(options, dtype, monkeypatch):
+    """Outputs and states of one sequence equal those of float64, far beyond the window; hooks keep a layer from it."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    layer, x, rotary = made("window", options)
+    for parameter in layer.parameters():
+        if parameter.ndim == 1:  # biases, norms and logits
+            parameter.add_(torch.randn_like(parameter) / 2)
+    x, *rotary = (t[:1].repeat(1, 4, 1) for t in (x, *rotary))
+    layer, (x, *rotary) = layer.to(dtype), (t.to(dtype) for t in (x, *rotary))
+    exact, states = copy.deepcopy(layer).double(), layer.initial_states(1, "cpu", dtype)
+    tokens = [(x[:, t : t + 1], tuple(angle[:, t : t + 1] for angle in rotary)) for t in range(x.shape[1])]
+    found = [layer.layer_step(*token, states) for token in tokens]
+    if options.get("qk_norm") == "full" or options.get("output_gate"):
+        assert found == [None] * len(found) and not states["seen"].any()
+        return
+    y, after = exact.scan(exact.project(x.double(), tuple(angle.double() for angle in rotary)), None)
+    bound = BOUNDS[dtype] / 3
+    assert_same(torch.cat(found, 1).double(), exact.readout(y, x.double()), "output", tolerance=bound)
+    for name, state in states.items():
+        assert_same(state.double(), after[name].double(), name, tolerance=bound)
+    for child in layer.children():
+        handle = child.register_forward_hook(scaled)
+        assert layer.layer_step(*tokens[0], states) is None
+        handle.remove()
 
 
 @pytest.mark.parametrize("mixer", ["gka", "lattice", "mamba2", "kda"])

@@ -153,6 +153,23 @@ INLINE void over_rows(int count, Body body) {
     for (; row < count; ++row) body(row, std::integral_constant<int, 1>());
 }
 
+// `finish(row, w x + bias)` for all rows of w [rows, D]; bias [rows] may be null. Eight rows at once use more of the memory's
+// bandwidth than one.
+template <class T, class Finish>
+INLINE void products(const T* w, const T* bias, const T* x, int64_t rows, int64_t D, Finish finish) {
+    const auto part = [&](int64_t first, auto count) __attribute__((always_inline)) {
+        Sum sum[8];
+        over_columns(int(D), [&](int i, auto kind) __attribute__((always_inline)) {
+            const auto value = get(x + i, kind);
+            for (int n = 0; n < count; ++n) sum[n] += value * get(w + (first + n) * D + i, kind);
+        });
+        for (int n = 0; n < count; ++n) finish(first + n, sum[n].total() + (bias ? load(bias[first + n]) : 0.0f));
+    };
+    int64_t row = 0;
+    for (; row + 8 <= rows; row += 8) part(row, std::integral_constant<int, 8>());
+    for (; row < rows; ++row) part(row, std::integral_constant<int, 1>());
+}
+
 // Where the state of row b begins: in its page, or in row b if there are no pages.
 template <class T>
 static inline T* page(T* states, const int64_t* pages, int64_t stride, int64_t b) {

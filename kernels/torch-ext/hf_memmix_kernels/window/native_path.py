@@ -1,4 +1,4 @@
-"""The native path, for a CPU: the decode step, by native.cpp."""
+"""The native path, for a CPU: the decode step, alone and with the layer around it, by native.cpp."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._native import INTEGER, POINTER, REAL, address, changed, dense, function, over_rows, pages_of
-from .arguments import Sizes, States, Tokens
+from .arguments import Layer, Sizes, States, Tokens
 
 FIELDS = ("q", "k", "v", "sink_logits", "keys", "values", "seen", "pages", "o")
 SIZES = ("keys_step", "values_step", "seen_step", "heads", "kv_heads", "D", "window", "sinks")
@@ -17,6 +17,14 @@ class _Ring(ctypes.Structure):
     _fields_ = (
         *[(name, POINTER) for name in FIELDS], *[(name, INTEGER) for name in SIZES],
         ("scale", REAL), ("softcap", REAL),
+    )  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("x", POINTER), ("weights", POINTER * 4), ("biases", POINTER * 4), ("norms", POINTER * 2), ("cos", POINTER),
+        ("sin", POINTER), ("out", POINTER), ("hidden", INTEGER), ("width", INTEGER), ("pairs", INTEGER),
+        ("eps", REAL),
     )  # fmt: skip
 
 
@@ -43,3 +51,26 @@ def window_step_native(library: ctypes.CDLL, x: Tokens, states: States, sizes: S
     over_rows(call, batch * kv_heads, 4.0 * q.numel() * (window + sinks))
     changed(keys, values, seen)
     return o
+
+
+def window_layer_native(library: ctypes.CDLL, layer: Layer, states: States, sizes: Sizes) -> Tensor:
+    """See `layer.window_layer_step`."""
+    (x, weights, biases, norms, cos, sin, eps), (window, sinks, scale, softcap) = layer, sizes
+    (sink_logits, keys, values, seen, _), (_, _, kv_heads, dim) = states, states.keys.shape
+    x, sink_logits, out = x.contiguous(), dense(sink_logits), x.new_empty(1, 1, len(weights[3]))
+    pairs = 0
+    if cos is not None:
+        cos, sin, pairs = cos.contiguous(), sin.contiguous(), cos.shape[-1]
+    given = _Layer(
+        x.data_ptr(), tuple([t.data_ptr() for t in weights]), tuple([address(t) for t in biases]),
+        tuple([address(t) for t in norms]), address(cos), address(sin), out.data_ptr(), x.shape[-1], len(weights[3]),
+        pairs, eps,
+    )  # fmt: skip
+    ring = _Ring(
+        None, None, None, address(sink_logits), keys.data_ptr(), values.data_ptr(), seen.data_ptr(), None, None,
+        0, 0, 0, len(weights[0]) // dim, kv_heads, dim, window, sinks, scale, softcap or 0.0,
+    )  # fmt: skip
+    call = function(library, "window_layer", (POINTER, POINTER, INTEGER))
+    call(ctypes.byref(given), ctypes.byref(ring), x.dtype == torch.bfloat16)
+    changed(keys, values, seen)
+    return out

@@ -16,7 +16,7 @@ from hf_memmix.training.experiments.common import harness, language
 from hf_memmix.training.experiments.common.harness import load_results, matches
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import transfer
-from hf_memmix.training.experiments.gka import equations, recall
+from hf_memmix.training.experiments.gka import recall
 from hf_memmix.training.experiments.gka_vision import digits
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
@@ -31,7 +31,6 @@ HARNESSED = {
     "baselines_language": (baselines_language, None),
     "lattice_ablation": (lattice_ablation, None),
     "recall": (recall, None),
-    "gka_equations": (equations, None),
     "gka_vision_digits": (digits, "digits"),
     "echo_transfer": (transfer, None),
     "echo_ablation": (echo_ablation, None),

@@ -16,21 +16,13 @@ from hf_memmix.training.experiments.budget import report as budget
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.report import language_section
 from hf_memmix.training.experiments.echo import report as echo
-from hf_memmix.training.experiments.gka import equations
 from hf_memmix.training.experiments.gka import report as gka
 from hf_memmix.training.experiments.gka import variants_report as gka_variants
 from hf_memmix.training.experiments.gka_vision import report as gka_vision
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.recall_teacher import raised_report
 from hf_memmix.training.experiments.recall_teacher import report as recall_teacher
-from hf_memmix.training.experiments.smollm2 import (
-    arms_report,
-    beside_window,
-    drill_teacher,
-    kept_layers,
-    long_starts,
-    new_user,
-)
+from hf_memmix.training.experiments.smollm2 import arms_report, kept_layers, long_starts
 
 
 def of_one(function: Callable) -> Callable:
@@ -43,7 +35,6 @@ TABLES = {
     "lattice_ablation": of_one(lattice.ablation),
     "recall": of_one(gka.recall),
     "gka_variants": gka_variants.section,
-    "gka_equations": of_one(equations.table),
     "gka_vision_digits": of_one(gka_vision.digits),
     "gka_vision_throughput": of_one(gka_vision.throughput),
     "baselines_language": of_one(lambda results: language_section(results, "transformer", {})),
@@ -56,10 +47,7 @@ TABLES = {
     "recall_grid": of_one(recall_teacher.section),
     "kept_layers": of_one(kept_layers.table),
     "long_starts": of_one(long_starts.table),
-    "beside_window": of_one(beside_window.table),
     "arms": of_one(arms_report.table),
-    "drill_teacher": of_one(drill_teacher.table),
-    "new_user": of_one(new_user.table),
     "levers": of_one(budget.levers),
 }
 PLOTS = {

@@ -1,11 +1,8 @@
 """The tables of the variants of GKA: recall or perplexity of every variant."""
 
-import math
-
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.mqar import VOCAB
 from hf_memmix.training.experiments.common.report import above, mean_of_rows
 
 # the paper's average over short tasks, at 2.8 billion parameters: Appendices H, F.2, F.3, G and I. It has no such
@@ -40,40 +37,6 @@ def figure_key(row: dict) -> tuple[str, int, float]:
     return ("accuracy", 1, 100.0) if row["task"] == "recall" else ("perplexity", 2, 1.0)
 
 
-def share_at_chance(row: dict) -> float:
-    """The share of the training, in percent, until the training loss was a tenth below that of guessing a value."""
-    limit, (last, _) = 0.9 * math.log(VOCAB // 2), row["curve"][-1]
-    return 100 * next((step for step, loss in row["curve"] if loss < limit), last) / last
-
-
-def with_recall_rows(grid: dict, recall: dict) -> dict:
-    """The results of the grid of recall, with GKA's rows of `recall.py` in the same cells as "s = D" and "rate x 0.5".
-
-    Those rows are trained in the same way, so the grid does not run them again. Rows of the grid itself come first.
-    """
-    names = {3e-3: "s = D", 1.5e-3: "rate x 0.5"}
-    size = next(row["state_bytes"] for row in grid["rows"] if row["variant"] != "half the heads")
-    cells = {(row["length"], row["pairs"]) for row in grid["rows"]}
-    known = {(row["variant"], row["seed"]) for row in grid["rows"] if "finite" in row}
-    commit, rows = recall["environment"]["commit"], []
-    for row in recall["rows"]:
-        name = names.get(row["lr"]) if row["model"] == "gka" else None
-        if name and (row["length"], row["pairs"]) in cells and (name, row["seed"]) not in known:
-            rows.append({"commit": commit, **row, "task": "recall", "variant": name, "state_bytes": size})
-    variants = list(dict.fromkeys([*names.values(), *grid["settings"]["variants"]]))
-    settings = grid["settings"] | {"variants": variants}
-    return grid | {"rows": [*grid["rows"], *rows], "settings": settings}
-
-
-def joined(files: list[dict]) -> dict:
-    """The results of one file, or those of `with_recall_rows` from two; GKA and its sketches come first."""
-    results = files[0] if len(files) == 1 else with_recall_rows(*files)
-    names = results["settings"]["variants"]
-    first = [name for name in FIRST if name in names]
-    variants = [*first, *(name for name in names if name not in first)]
-    return results | {"settings": results["settings"] | {"variants": variants}}
-
-
 def distance(rows: list[dict], plain: dict[int, dict]) -> str:
     """By how many percent the perplexity of a variant is above that of GKA at the same seeds; "" without them."""
     return "" if rows[0]["variant"] == "s = D" else above(rows, [*plain.values()])
@@ -95,19 +58,20 @@ def means_of_sketches(files: list[dict]) -> dict[str, list[str]]:
 
 
 def section(files: list[dict]) -> str:
-    """One table per task and length, with a caption below all of them. files: as in `joined`."""
-    results = joined(files)
+    """One table per task and length of the only file, with a caption below all of them."""
+    (results,) = files
     own, tables = results["settings"], []
+    variants = [*FIRST, *(name for name in own["variants"] if name not in FIRST)]
     for name, rows in panels_of(results).items():
         recall = rows[0]["task"] == "recall"
-        head, lines = ["variant", name, *(["at chance, %"] if recall else ["above s = D", "paper"])], []
+        head, lines = ["variant", name, *([] if recall else ["above s = D", "paper"])], []
         plain = {row["seed"]: row for row in rows if row["variant"] == "s = D"}
-        for variant in own["variants"]:
+        for variant in variants:
             found = [row for row in rows if row["variant"] == variant]
             if not found:
                 continue
             if recall:
-                cells = [by_seed(found), spread_text([share_at_chance(row) for row in found], 0)]
+                cells = [by_seed(found)]
             else:
                 mean = mean_of_rows(found, *figure_key(found[0]))
                 cells = [mean, distance(found, plain), IN_PAPER.get(variant, "")]
@@ -116,8 +80,7 @@ def section(files: list[dict]) -> str:
     failed = [row for row in results["rows"] if "error" in row or row.get("finite") is False]
     names = ", ".join(f"{row['variant']} ({row['task']}, seed {row['seed']})" for row in failed)
     captions = {
-        "recall": f"Recall: accuracy of each seed in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the"
-        " share of the training that passed before the loss was a tenth below that of guessing.",
+        "recall": f"Recall: accuracy of each seed in percent after {own['recall_tokens'] / 1e6:.0f}M tokens.",
         "text": f"Text: perplexity after {own['tokens'] / 1e6:.0f}M tokens, and its distance from that of s = D at the"
         " same seeds. Paper: average accuracy over short tasks of models of 2.8B parameters.",
     }

@@ -48,6 +48,7 @@ def backward(search, count: int) -> list[int]:
     return search(drop=True).run(count)["keep"]
 
 
+MOST_SHOWN = 8  # kept layers of the rows of the table
 RULES = {"even": even, "one by one": one_by_one, "greedy": greedy, "greedy, backward": backward}
 
 
@@ -110,27 +111,27 @@ def figures_of(student, args) -> dict:
 
 
 def table(results: dict) -> str:
-    """One line per number of layers and choice of layers, with the rules that made it."""
+    """One line per number of layers, up to `MOST_SHOWN`, and choice of layers, with the rules that made it."""
     settings = results["settings"]
     tasks = settings.get("tasks", ["niah", "mqar"])
     names = [{"niah": "needle", "mqar": "pairs"}.get(task, task) for task in tasks]
     domain = ["domain"] * any("domain" in row["student"] for row in results["rows"])
-    head, lines, rules = ["choice", "layers", "KL", "perplexity", *domain, *names], [], {}
+    head, lines, rules = ["choice", "layers", "KL", *domain, *names], [], {}
     for row in results["rows"]:
         rules.setdefault((row["count"], *row["keep"]), []).append(row["rule"])
     for row in sorted(results["rows"], key=lambda row: row["count"]):
         same = rules[row["count"], *row["keep"]]
-        if row["rule"] != same[0]:
+        if row["rule"] != same[0] or row["count"] > MOST_SHOWN:
             continue
         found = row["student"]
         recalled = [" ".join(f"{s['choice']:.0%}" for s in found[t]["student"].values()) for t in tasks]
-        ratios = [f"{found[text]['ppl_ratio']:.3f}" for text in ("text", *domain)]
+        ratios = [f"{found[text]['ppl_ratio']:.3f}" for text in domain]
         figures = [f"{found['text']['kl']:.4f}", *ratios, *recalled]
         lines.append(["; ".join(same), ", ".join(map(str, row["keep"])), *figures])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nAll other layers read {settings['window']} tokens; no"
-        f" training. Perplexity{' and domain' * len(domain)}: ratio. {' and '.join(names).capitalize()}: choice among"
+        f" training. {'Domain: ratio of perplexities. ' * len(domain)}{' and '.join(names).capitalize()}: choice among"
         f" the candidates at {lengths} tokens; {measured_at(results)}."
     )
 

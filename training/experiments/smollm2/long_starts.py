@@ -8,7 +8,7 @@ row is one mixer with half-lives in tokens, or with its own ones, or a window wi
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.harness import measured_at
 
-HALF_LIVES = (None, [64, 64], [256, 256], [2048, 2048], [64, 2048])
+HALF_LIVES = {"its own": None, "64": [64, 64], "2048": [2048, 2048]}  # those of the table
 
 
 def table(results: dict) -> str:
@@ -24,19 +24,12 @@ def table(results: dict) -> str:
         of_mixers.setdefault(row["mixer"], {})[str(row["half_lives"])] = mean + before
         largest[row["mixer"]] = max(largest.get(row["mixer"], 0), *errors)
     lines = [
-        [mixer, *(cells.get(str(lives), "") for lives in HALF_LIVES), f"{largest[mixer]:.2f}"]
+        [mixer, *(cells.get(str(lives), "") for lives in HALF_LIVES.values()), f"{largest[mixer]:.2f}"]
         for mixer, cells in of_mixers.items()
     ]
     every, tokens, length = (results["settings"][name] for name in ("every", "measured_tokens", "length"))
     which = "All" if every == 1 else f"Every {every}th of the"
     note = f"{which} layers, {tokens} tokens in rows of {length}; largest: of a layer; {measured_at(results)}."
-    head = ["mean error; half-lives:", *map(_lives_text, HALF_LIVES), "largest"]
+    head = ["mean error; half-lives:", *HALF_LIVES, "largest"]
     windows = markdown_table(["tokens of a window", "first tokens", "mean error", "largest"], of_windows, figures=True)
     return f"{markdown_table(head, lines, figures=True)}\n\n{windows}\n\n{note}"
-
-
-def _lives_text(lives: list[int] | None) -> str:
-    if lives is None:
-        return "its own"
-    low, high = lives
-    return str(low) if low == high else f"{low} to {high}"

@@ -124,11 +124,6 @@ def gka_times() -> str:
     )
 
 
-def gka_grid() -> str:
-    """What changes GKA's recall with 64 pairs."""
-    return variants_report.section([variants_report.with_recall_rows(read("gka_variants_recall"), read("recall"))])
-
-
 def recall_raised_runs() -> str:
     """The students with a longer training beside each other and their teacher."""
     names = ["raised" + (f"_{name}" if name else "") for name in RAISED]

@@ -79,9 +79,8 @@ def serving_matrix() -> str:
 
 
 def serving_refusals() -> str:
-    """The options of vLLM that the plugin refuses, with the reasons."""
-    lines = "\n".join(f"- {row.option}: {row.reason}." for row in REFUSALS)
-    return re.sub(r"--[a-z-]+", r"`\g<0>`", lines)
+    """The options of vLLM that the plugin refuses."""
+    return re.sub(r"--[a-z-]+", r"`\g<0>`", "\n".join(f"- {row.option}" for row in REFUSALS))
 
 
 def _rows(part: str, file: str = "serving_h200") -> list[dict]:
@@ -126,22 +125,6 @@ def _speed(file: str) -> str:
 def _tokens_per_s(row: dict) -> str:
     decode = row["decode_tokens_per_s"]
     return f"{f'{decode:,.0f}' if decode else '-'} ({row['output_tokens_per_s']:,.0f})"
-
-
-def serving_host() -> str:
-    """A decode step: the time of the GPU, and of the step with the profiler, which slows the processor."""
-    found = {(row["sequences"], row["model"]): row for row in _rows("host")}
-    models = _names_of_models(_rows("host"))
-    rows = []
-    for count in sorted({count for count, _ in found}):
-        cells = [found[count, model] for model in models]
-        rows.append([count, *(f"{row['gpu_us']:,.0f} of {row['step_us']:,.0f}" for row in cells)])
-    length = _rows("host")[0]["tokens"]
-    return (
-        markdown_table(["sequences", *(f"`{model}`" for model in models)], rows, figures=True)
-        + f"\n\nMicroseconds in which the GPU is busy, of those of a decode step under the profiler, after {length:,}"
-        " tokens."
-    )
 
 
 def serving_fit() -> str:

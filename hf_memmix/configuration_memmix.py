@@ -143,6 +143,9 @@ class MemMixConfig(PreTrainedConfig):
         if self._is_frozen:
             return  # they are complete, because a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
+        sizes = {MIXERS["window"].options_of(self, i).window for i, kind in enumerate(kinds) if kind == "window"}
+        if len(sizes) == 1:  # the default depends on the layer
+            mixers["window"]["window"] = sizes.pop()
         self.attention_without_rope = self.attention_without_rope or None
 
     @property

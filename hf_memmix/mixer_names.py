@@ -6,6 +6,7 @@ from .errors import UserError
 
 ATTENTION = "attention"  # stands in `mixer_types` for a layer that stays attention
 DEFAULT_MIXER = "window"  # of a conversion; README.md, "Quality", says why
+DEFAULT_WINDOW = 512  # tokens, or those of the sliding window of the layer's attention where it is shorter
 DEFAULT_SINKS = 1  # first tokens that a window reads: without them the KL doubles (training/experiments/smollm2)
 BUILT_IN = ("window", "coffee", "gated_delta", "gka", "kda", "lattice", "mamba2", "ska")
 

@@ -4,6 +4,7 @@ from torch import nn
 from transformers.utils import is_torchdynamo_compiling
 
 from .errors import UserError
+from .mixer_names import DEFAULT_WINDOW
 from .mixers import ATTENTION, MemoryMixer
 from .token_layout import TokenLayout
 
@@ -22,9 +23,12 @@ def training_lengths(base: nn.Module) -> dict[str, int]:
 
 
 def only_window(config) -> int | None:
-    """The tokens of the windows of a model without other mixers, else None. Up to this length they are attention."""
+    """The tokens of the windows of a model without other mixers, else None. Up to this length they are attention.
+
+    Where they differ, the shorter ones are attention at every length: the backbone's own windows are as short.
+    """
     kinds = {*config.mixer_types} - {ATTENTION}
-    return config.mixers["window"]["window"] if kinds == {"window"} else None
+    return config.mixers["window"]["window"] or DEFAULT_WINDOW if kinds == {"window"} else None
 
 
 def check_training_length(base: nn.Module, length: int, layout: TokenLayout):

@@ -7,7 +7,7 @@ from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.taken_mixers import load_mixer
 from hf_memmix.errors import UserError
-from hf_memmix.mixers import ATTENTION, MemoryMixer
+from hf_memmix.mixers import MIXERS, MemoryMixer
 
 
 class TrainedMixers:
@@ -23,12 +23,11 @@ class TrainedMixers:
         self._students = []
         for folder in folders:
             config = read_config(folder)
-            kinds = getattr(config, "mixer_types", None)
-            if kinds is None:
+            if getattr(config, "mixer_types", None) is None:
                 raise UserError(f"{str(folder)!r} is no converted model, so there are no mixers to take")
             if check_weight_files(folder):
                 raise UserError(f"{str(folder)!r} holds pickled weights; save the student as safetensors")
-            self._students.append((folder, kinds, config.mixers, Checkpoint(folder)))
+            self._students.append((folder, config, Checkpoint(folder)))
 
     def load(self, mixer: MemoryMixer, prefix: str) -> None:
         """Load the trained values of one layer into a mixer, in place; `prefix`: of its tensors, e.g. with a dot.
@@ -38,13 +37,15 @@ class TrainedMixers:
                 value is not finite.
         """
         layer = mixer.layer_idx
-        able = [one for one in self._students if layer < len(one[1]) and one[1][layer] != ATTENTION]
+        able = [one for one in self._students if layer in one[1].memory_layers]
         if not able:
             raise UserError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
-        folder, kinds, options, checkpoint = next((one for one in able if one[1][layer] == mixer.name), able[0])
+        own = (one for one in able if one[1].mixer_types[layer] == mixer.name)
+        folder, config, checkpoint = next(own, able[0])
+        kind = config.mixer_types[layer]
         with checkpoint:
             names = [name for name in checkpoint.tensors if name.startswith(prefix)]
             values = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
         for name, value in values.items():
             check_finite_tensor(value, prefix + name, repr(str(folder)))
-        load_mixer(mixer, values, kinds[layer], options[kinds[layer]])
+        load_mixer(mixer, values, kind, MIXERS[kind].options_of(config, layer).to_dict())

@@ -132,7 +132,12 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
         self.layer_idx = layer_idx
         # a server's module that computes `input_layers` and `output_layers` in one product: f(x) -> {name: output}
         self.joined_layers: nn.Module | None = None
-        self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))  # may change: set_mixer_options
+        self.options = self.options_of(config, layer_idx)  # may change: set_mixer_options
+
+    @classmethod
+    def options_of(cls, config, layer_idx: int) -> MixerOptions:
+        """The options of the mixer in one layer of a model."""
+        return cls.options_class.from_dict(config.mixers.get(cls.name, {}))
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)

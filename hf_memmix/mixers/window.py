@@ -22,7 +22,7 @@ from hf_memmix_kernels.window import Layer, Sizes, runs_layer_step, window_layer
 
 from ..backbones import backbone_of, layer_rotates, window_of
 from ..errors import UserError
-from ..mixer_names import DEFAULT_SINKS
+from ..mixer_names import DEFAULT_SINKS, DEFAULT_WINDOW
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
 from .layers import QK_NORMS, ROPE_LAYOUTS, RMSNorm, has_hooks, init_layers, one_angle_per_pair
@@ -38,7 +38,8 @@ class WindowOptions(MixerOptions):
     """Options of a window.
 
     Args:
-        window: number of last tokens that a query reads, with its own.
+        window: number of last tokens that a query reads, with its own. None: 512, or the sliding window of the layer's
+            attention where it is shorter; a configuration holds the number if it is the same in all layers.
         sinks: number of first tokens of the context that every query reads as well; 0 is none.
         scale: factor of the scores; None is D^-1/2.
         softcap: the scores become softcap * tanh(scores / softcap), as in Gemma 2; None is no cap.
@@ -52,7 +53,7 @@ class WindowOptions(MixerOptions):
         norm_eps: epsilon of the norms.
     """
 
-    window: int = between(512, 1, LARGEST_WINDOW, "number of tokens; the default is 512")
+    window: int | None = between(None, 1, LARGEST_WINDOW, f"number of tokens; the default is {DEFAULT_WINDOW}")
     sinks: int = between(DEFAULT_SINKS, 0, 64, "number of first tokens that stay visible; 0 is none")
     scale: float | int | None = between(None, 1e-6, 1e3, "factor of the scores; None is 1 / sqrt(head size)")
     softcap: float | int | None = between(None, 1e-3, 1e6, "Gemma 2's is 50; None is no cap")
@@ -71,7 +72,7 @@ class WindowOptions(MixerOptions):
             raise UserError(f"local_window={self.local_window} is an option of memories; the size here is `window`")
 
     def validate_sinks(self):
-        if self.sinks > self.window:
+        if self.window is not None and self.sinks > self.window:
             raise UserError(f"sinks={self.sinks} are more than window={self.window}; give at most the window")
 
 
@@ -92,8 +93,9 @@ class WindowMixer(MemoryMixer):
 
     def __init__(self, config, layer_idx: int, options: dict | None = None):
         super().__init__(config, layer_idx)
+        size = "mixers['window']['window']"
         if options is not None:  # of a window beside a memory
-            self.options = WindowOptions.from_dict(options)
+            self.options, size = WindowOptions.from_dict(options), "local_window"
         options = self.options
         shape = AttentionShape.of(config, options.unshare_kv_heads)
         shape.check(self, MAX_HEAD_DIM)
@@ -102,7 +104,7 @@ class WindowMixer(MemoryMixer):
         if own is not None and options.window > own:
             raise UserError(
                 f"window={options.window} is longer than the sliding window of the attention of layer {layer_idx},"
-                f" {own}; set mixers['window']['window'] to at most {own}, or keep this layer as attention"
+                f" {own}; set {size} to at most {own}, or keep this layer as attention"
             )
         self.use_rope = options.use_rope and layer_rotates(config, layer_idx)
         self.norm_last = backbone_of(config).norm_last
@@ -119,6 +121,14 @@ class WindowMixer(MemoryMixer):
             self.g_proj = nn.Linear(self.hidden, width, bias=False)
         if options.sink_logits:
             self.sink_logits = nn.Parameter(torch.empty(self.heads))
+
+    @classmethod
+    def options_of(cls, config, layer_idx):
+        options = super().options_of(config, layer_idx)
+        if options.window is None:
+            shorter = min(DEFAULT_WINDOW, window_of(config, layer_idx) or DEFAULT_WINDOW)
+            options = dataclasses.replace(options, window=shorter)
+        return options
 
     def project(self, x, rotary):
         if self.use_rope and rotary is None:

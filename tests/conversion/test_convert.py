@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from cli_runner import memmix
 from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load_model, save_student
+from hf_memmix.conversion.convert import convert_to_folder
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import STARTS, Start
+from hf_memmix.swap import memory_mixers
 from testing import every_third, in_turn
 from tiny_teachers import CONVERTIBLE, rotating_mixers, tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -25,8 +28,7 @@ def snapshot(model):
 def test_converts_every_family_of_the_table(model_type, mixer):
     teacher = tiny_teacher(model_type)
     before = snapshot(teacher)
-    # not longer than the sliding windows of the families, and longer than the sequence
-    student = convert_model(teacher, mixer, keep=[1], **({"window": 64} if mixer == "window" else {}))
+    student = convert_model(teacher, mixer, keep=[1])
     converted = tuple(attention_prefix(student, i) + "." for i in (0, 2))
     after = student.state_dict()
     for name, tensor in teacher.state_dict().items():
@@ -138,6 +140,25 @@ def test_the_default_is_a_window_that_reads_the_first_token():
     student = convert_model(tiny_teacher(), keep=[1], window=4)
     assert student.config.mixer_types == ["window", "attention", "window"]
     assert student.config.mixers["window"]["sinks"] == 1
+
+
+def test_the_default_window_is_not_longer_than_that_of_the_attention(tmp_path):
+    """The configuration holds the number if it is the same in all layers."""
+    teacher = tiny_teacher("gpt_oss", layers=4, sliding_window=6)  # in layers 0 and 2
+    for keep, size, sizes in ((None, None, [6, 512, 6, 512]), ([1, 3], 6, [6, 6]), ([0, 2], 512, [512, 512])):
+        student = convert_model(teacher, keep=keep)
+        assert student.config.mixers["window"]["window"] == size
+        assert [mixer.options.window for mixer in memory_mixers(student).values()] == sizes
+        save_student(student, tmp_path / "student", overwrite=True)
+        again = load_model(tmp_path / "student")
+        torch.testing.assert_close(again(input_ids=IDS).logits, student(input_ids=IDS).logits, rtol=0, atol=0)
+    teacher.save_pretrained(tmp_path / "teacher")
+    convert_to_folder(tmp_path / "teacher", tmp_path / "all", convert_model)
+    take = {"trained": [tmp_path / "all"]}  # its option is null
+    convert_to_folder(tmp_path / "teacher", tmp_path / "some", partial(convert_model, keep=[0, 2]), **take)
+    for wrong in ({"window": 7}, {"mixer": "gka", "local_window": 7}):
+        with pytest.raises(ValueError, match=f"{[*wrong][-1]}.* at most 6"):
+            convert_model(teacher, **wrong)
 
 
 def test_bad_keep_is_refused():

@@ -15,6 +15,7 @@ from hf_memmix.conversion.convert import save_student
 from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.conversion.families import FAMILIES
 from hf_memmix.conversion.from_attention import STARTS, Start
+from hf_memmix.serving.footprint import Footprint
 from hf_memmix.swap import memory_mixers
 from testing import every_third
 from tiny_teachers import CONVERTIBLE, tiny_teacher
@@ -53,19 +54,27 @@ def test_estimate_is_what_the_conversion_makes(tmp_path, mixer, dtype):
     assert found["weights"]["align"] == stored + 4 * sizes["student"] + 12 * mixers
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "mistral", "gpt_neox", "gpt2"])
-def test_memory_of_a_sequence_is_what_the_caches_hold(tmp_path, model_type):
-    """Also with sliding windows, grouped keys and fused projections."""
+@pytest.mark.parametrize(
+    ("model_type", "mixer"),
+    [
+        *((family, "gka") for family in ("llama", "gemma2", "gpt_oss", "mistral", "gpt_neox", "gpt2")),
+        ("gpt_oss", "window"),  # longer in the layers without sliding windows
+    ],
+)
+def test_memory_of_a_sequence_is_what_the_caches_hold(tmp_path, model_type, mixer):
+    """Also with sliding windows, grouped keys and fused projections; and what `serve` counts."""
     windows = {} if model_type in ("llama", "gpt_neox", "gpt2") else {"sliding_window": 6}
     teacher = tiny_teacher(model_type, **windows)
-    (row,) = estimate(on_meta(tmp_path, teacher), "gka", [1], (LENGTH,))["state"]
+    keep = [1] if mixer == "gka" else None
+    (row,) = estimate(on_meta(tmp_path, teacher), mixer, keep, (LENGTH,))["state"]
     ids = torch.randint(3, 64, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     held = {}
-    for name, model in (("teacher", teacher), ("student", convert_model(teacher, "gka", [1]))):
+    for name, model in (("teacher", teacher), ("student", convert_model(teacher, mixer, keep))):
         cache = DynamicCache(config=teacher.config) if name == "teacher" else RecurrentStateCache(model.config)
         with torch.no_grad():
             model(ids, past_key_values=cache, use_cache=True)
         held[name] = bytes_of(cache)
+        assert Footprint.of(model.config, torch.float32).total(LENGTH) == held[name]
     assert row == {"context": LENGTH, **held}
 
 

@@ -229,7 +229,7 @@ BAD = {
     "method": ("fast", None),
     "normalization": ("none", None),
     "sketch_dim": (0, -1, 2.5, "half"),
-    "window": (0, 65537, 2.5, None, True),
+    "window": (0, 65537, 2.5, True),
     "local_window": (-1, 65537, 2.5, None, True),
     "sinks": (-1, 65, 2.5, None),
     "scale": (0, -1.0, math.inf, math.nan, "x"),

@@ -165,10 +165,9 @@ def test_select_convert_and_take_the_mixers_over(workspace):
     assert mixers and all(torch.equal(tensors[name], source[name]) for name in mixers)
 
     # options of the trained student, but for what is asked for
-    for extra, expected in (([], [12, 10]), (["--option", "solver_phases=[21]"], [21])):
+    for extra, expected in (([], [12, 10]), (["--mixer", "gka", "--option", "solver_phases=[21]"], [21])):
         out = workspace / f"option{len(extra)}"
-        converted = memmix("convert", *teacher, "--mixer", "gka", "--trained", workspace / "student", *extra,
-                           "--out", out, "--json")  # fmt: skip
+        converted = memmix("convert", *teacher, "--trained", workspace / "student", *extra, "--out", out, "--json")
         assert result_of(converted)["kept"] == []
         assert json.loads((out / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == expected
 
@@ -187,7 +186,7 @@ def test_a_greedy_choice_before_any_training(workspace):
     converted = result_of(memmix("convert", *teacher, "--plan", plan, "--out", workspace / "s", "--json"))
     assert converted["kept"] == saved["keep"]
     own = json.loads((workspace / "s" / "config.json").read_text())["mixers"]["window"]
-    assert own == WindowOptions(use_rope=True, norm_eps=own["norm_eps"]).to_dict()  # not the stand-in's
+    assert own == WindowOptions(window=512, use_rope=True, norm_eps=own["norm_eps"]).to_dict()  # no stand-in
     assert read_plan(plan)["trace"] == saved["trace"]  # of a card
 
     for written in (plan, plan.with_suffix(".png")):
@@ -219,7 +218,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*base, "--plan", workspace / "long.json"], "is for 9 layers"),
         ([*base, "--trained", workspace / "kept"], "layer 1 of the trained student is attention"),
         ([*base, "--mixer", "gka", "--trained", workspace / "student", "--option", "use_gate=false"], "differ"),
-        ([*base, "--trained", workspace / "student"], "differ"),
+        ([*base, "--trained", workspace / "kept", "--trained", workspace / "student"], "--mixer, or the layers"),
         ([*base, "--plan", workspace / "long.json", "--keep-count", "1"], "give one of them"),
         ([*select, "--student", workspace / "converted"], "different numbers of layers"),
         (

@@ -16,6 +16,7 @@ from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.layers import LayerChoices, LayerOptions
 from hf_memmix.commands.progress import progress
 from hf_memmix.errors import UserError
+from hf_memmix.mixer_names import ATTENTION, DEFAULT_MIXER
 
 
 class Folders:
@@ -31,7 +32,7 @@ class ConvertOptions(LayerOptions, Folders):
     plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixers and layers.")] = None
     trained: Annotated[
         list[Path] | None,
-        typer.Option(help="Take the mixers of this aligned student instead of new ones; repeatable."),
+        typer.Option(help="Take the mixers, and without --mixer their name, of this aligned student; repeatable."),
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0
     dry_run: Annotated[
@@ -61,7 +62,8 @@ def convert(args) -> None:
         check_not_read(out_dir, args.plan)
     chosen = LayerChoices.of(args, args.plan)
     teacher, trained = given_teacher(args.teacher), [given_student(folder) for folder in args.trained or []]
-    arguments, options, aligned = chosen.arguments(layers_of(teacher))
+    named = args.mixer or args.layers or args.plan or not trained
+    arguments, options, aligned = chosen.arguments(layers_of(teacher), DEFAULT_MIXER if named else _mixer_of(trained))
     if trained:
         aligned = None
     with library():
@@ -228,6 +230,18 @@ def _print_estimate(result: dict) -> None:
     )
     weights = ", ".join(f"{stage} {bytes_text(count)}" for stage, count in result["weights"].items())
     out.print(f"weights, gradients and optimizer states (without activations): {weights}", highlight=False)
+
+
+def _mixer_of(trained: list[Path]) -> str:
+    """The mixer of these students, folders of converted models. Raises UserError if they have several."""
+    from hf_memmix.conversion.model_files import read_json
+
+    kinds = {kind for folder in trained for kind in read_json(folder / "config.json").get("mixer_types") or ()}
+    if len(kinds := sorted(kinds - {ATTENTION})) > 1:
+        raise UserError(
+            f"--trained has the mixers {', '.join(kinds)}; name one with --mixer, or the layers of each with --layers"
+        )
+    return kinds[0] if kinds else DEFAULT_MIXER
 
 
 def _layers_of_mixers(kinds: list[str]) -> str:

@@ -67,16 +67,19 @@ class LayerChoices:
             check_mixer_name(args.mixer)
         return cls(args, plan, kept, *_parse_options(args.option or []))
 
-    def arguments(self, num_layers: int) -> tuple[dict, dict[str, dict], Path | None]:
+    def arguments(self, num_layers: int, default: str = DEFAULT_MIXER) -> tuple[dict, dict[str, dict], Path | None]:
         """What `convert_model` gets for a model of `num_layers` layers.
+
+        default: the mixer, where no option names one.
 
         Returns:
             its arguments; the user's options by mixer, which are its argument `mixers` unless others come with them;
             and the folder of the aligned mixers of the plan, or None.
         """
-        arguments, aligned = _choice(self.given.mixer, self.given.layers, self.kept, self.plan, num_layers)
-        if self.given.keep_without_rope is not None:
-            arguments["keep_without_rope"] = _without_rope(self.given.keep_without_rope, arguments, num_layers)
+        given = self.given
+        arguments, aligned = _choice(given.mixer, given.layers, self.kept, self.plan, num_layers, default)
+        if given.keep_without_rope is not None:
+            arguments["keep_without_rope"] = _without_rope(given.keep_without_rope, arguments, num_layers)
         return arguments, _options_of_user(arguments, self.plain, self.mixers), aligned
 
 
@@ -91,7 +94,7 @@ def _refuse_two_choices(mixer: str | None, layers: str | None, plan: Path | None
         raise UserError(f"--layers is {layers!r}, but {other} also chooses the mixers; give one of them")
 
 
-def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, num_layers: int) -> tuple:
+def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, num_layers: int, default: str) -> tuple:
     """What `convert_model` gets for the layers, and the folder of the aligned mixers of a plan or None."""
     from hf_memmix.conversion.layer_choice import layers_to_keep
     from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
@@ -107,7 +110,7 @@ def _choice(mixer: str | None, layers: str | None, chosen, plan: Path | None, nu
         return {"layers": mixer_types_of(layers, num_layers, "--layers")}, None
     keep = "none" if chosen is None else chosen
     layers_to_keep(keep, num_layers)
-    return {"mixer": DEFAULT_MIXER if mixer is None else mixer, "keep": keep}, None
+    return {"mixer": default if mixer is None else mixer, "keep": keep}, None
 
 
 def _without_rope(choice: str, arguments: dict, num_layers: int) -> list[int]:

@@ -137,7 +137,7 @@ def _in_blocks(x: Tokens, reach: Reach, firsts_of: list[Tensor], firsts: Tensor 
     """
     (q, k, v), window, sinks = x, reach.window, reach.sinks
     scores = Scores(reach.scale, reach.softcap, reach.sink_logits)
-    length, block = q.shape[1], max(window + sinks, SMALLEST_BLOCK)
+    length, block = q.shape[1], max(-(-(window + sinks) // 2), SMALLEST_BLOCK)
     count = -(-length // block)
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, count * block - length)) for t in x)
     # a block of C queries reads the window - 1 tokens before it and its own
@@ -150,11 +150,11 @@ def _in_blocks(x: Tokens, reach: Reach, firsts_of: list[Tensor], firsts: Tensor 
         )
     seen = torch.zeros(1, dtype=torch.long, device=q.device) if reach.seen is None else reach.seen
     starts = seen[:, None] + torch.arange(count, device=q.device) * block
-    if reach.seen is None and firsts is None and count > 2:  # all blocks but the first have the same mask
-        mask = _mask(starts[:, :2], block, window, sinks)
+    if reach.seen is None and firsts is None and count > 3:  # all blocks but the first two have the same mask
+        mask = _mask(starts[:, :3], block, window, sinks)
         outputs = [
-            _attend_blocks(*(t[:, :1] for t in (q, k, v)), mask[:, :1], scores),
-            _attend_blocks(*(t[:, 1:] for t in (q, k, v)), mask[:, 1:], scores),
+            _attend_blocks(*(t[:, :2] for t in (q, k, v)), mask[:, :2], scores),
+            _attend_blocks(*(t[:, 2:] for t in (q, k, v)), mask[:, 2:], scores),
         ]
         y = torch.cat(outputs, 1)
     else:

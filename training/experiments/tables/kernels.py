@@ -62,7 +62,6 @@ SLOWER = 1.1  # from this ratio of an op's times with two versions on, one count
 # predicted ms of GKA's prompt with Triton 3.9: at most the first; Triton's launch takes between the others more
 PREDICTED = (12.5, 0.3, 0.6)
 FLA = {"op": "ssd", "by": "fla chunk_simple_gla, refusal lifted"}  # the goal of gla
-CPU_MIXERS = (*MIXERS, "gated_delta", "kda", "window")
 # phase, name, and goals as parts of attention's time: with native code, and without a compiler
 CPU = [
     ("decode", "a token after 1k", 0.8, 1.3),
@@ -278,13 +277,13 @@ def cpu_goals() -> str:
     ways = list(dict.fromkeys(key[:2] for key in sorted(found, key=lambda key: not key[0])))
     for (native, shape), (phase, name, *goals) in itertools.product(ways, CPU):
         goal, cells = goals[not native], []
-        for mixer in CPU_MIXERS:
+        for mixer in MIXERS:
             pairs = [[found.get((native, shape, n, of, phase)) for of in (mixer, "attention")] for n in threads]
             parts = [of["cpu_ms"] / attention["cpu_ms"] for of, attention in pairs if of and attention]
             cells.append(" / ".join(f"{part:.2f}" + " missed" * (round(part, 2) > goal) for part in parts))
         if any(cells):
             title = f"{name}, {shape} model" + ", no compiler" * (not native)
             lines.append([title, f"<= {goal:g}", *cells])
-    head = ["of attention's time", "goal", *(f"`{mixer}`" for mixer in CPU_MIXERS)]
+    head = ["of attention's time", "goal", *(f"`{mixer}`" for mixer in MIXERS)]
     note = f"With {' / '.join(map(str, threads))} threads; processor time. Empty: not measured. `cpu.json`."
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"

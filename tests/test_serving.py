@@ -21,7 +21,7 @@ from hf_memmix.serving import capacity as capacities
 from hf_memmix.serving import state_store
 from hf_memmix.serving.families import refusal_of_serving
 from hf_memmix.serving.footprint import Footprint
-from hf_memmix.serving.state_store import KEYS, STATES, StateStore, identity, prefix_names
+from hf_memmix.serving.state_store import KEYS, STATES, StateStore, identity, prefix_names, with_contents
 from hf_memmix.serving.vllm import options, private_names, versions
 from testing import MIXERS, backbone_config, random_ids, tiny_config, tiny_model
 from tiny_teachers import CHAT
@@ -380,6 +380,13 @@ def test_states_belong_to_weights_and_options(tmp_path):
     second = identity(tmp_path, ranks=1)
     (tmp_path / "config.json").write_text("[]")
     assert len({first, second, identity(tmp_path, ranks=1)}) == 3
+    names = []
+    for place, content in (("a", "{}"), ("b", "{}"), ("a", "[]")):  # of a file, the content counts
+        (tmp_path / place).write_text(content)
+        overrides = {state_store.QUANTIZATION_FILE: str(tmp_path / place)}
+        names.append(identity(tmp_path, model=(with_contents(overrides), "torchao")))
+    assert names[0] == names[1] != names[2]
+    assert with_contents({"vocab_size": 3}) == {"vocab_size": 3}
 
 
 def test_range_of_versions_is_that_of_the_extra():

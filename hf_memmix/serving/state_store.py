@@ -28,6 +28,7 @@ from torch import Tensor
 
 STATES, KEYS = "states", "keys"
 SUFFIX, PART = ".safetensors", ".part"
+QUANTIZATION_FILE = "quantization_config_file"  # in --hf-overrides
 MODEL = "[0-9a-f]" * 32  # the names of `identity`: other folders beside them belong to somebody else
 LONGEST_WRITE = 3600  # seconds; an older part belongs to no server
 READ_AGAIN = 60  # seconds: until then, what other servers write is not seen
@@ -195,6 +196,14 @@ def prefix_names(tokens: Sequence[int], block: int, salt: str = "") -> Iterator[
     for _ in range(len(tokens) // block):
         found.update(torch.tensor(list(islice(rest, block))).numpy().tobytes())
         yield found.hexdigest()[:32]
+
+
+def with_contents(overrides):
+    """`--hf-overrides` for `identity`: of a quantization file, the content counts and not the place."""
+    if not isinstance(overrides, dict) or QUANTIZATION_FILE not in overrides:
+        return overrides
+    content = Path(overrides[QUANTIZATION_FILE]).read_bytes()
+    return overrides | {QUANTIZATION_FILE: hashlib.sha256(content).hexdigest()}
 
 
 def identity(weights: Path, **what) -> str:

@@ -11,9 +11,10 @@ import torch
 
 from ...errors import UserError
 from ...mixers import ATTENTION, new_layer
+from ..state_store import QUANTIZATION_FILE
 
 NO_PLUGIN = "vLLM would build the model without the plugin, which puts in the mixers; leave the option out"
-TORCHAO = {"quantization_config_dict_json", "quantization_config_file"}  # in --hf-overrides
+TORCHAO = {"quantization_config_dict_json", QUANTIZATION_FILE}  # in --hf-overrides
 # vLLM writes its log to stdout, where `memmix serve --json` writes its answer
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 

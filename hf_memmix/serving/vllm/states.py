@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from ... import __version__
-from ..state_store import KEYS, STATES, StateStore, identity, prefix_names
+from ..state_store import KEYS, STATES, StateStore, identity, prefix_names, with_contents
 from .layer import MemoryLayer
 from .state_metrics import DISK, StateMetrics, StateStats
 from .versions import installed_version
@@ -300,7 +300,7 @@ def _identity(vllm_config, folder: Path, groups, block: int) -> str:
         folder,
         versions=(__version__, installed_version(), torch.__version__),
         loaded=(model.revision, vllm_config.load_config.load_format),
-        model=(model.hf_overrides, model.quantization, model.dtype, cache.cache_dtype),
+        model=(with_contents(model.hf_overrides), model.quantization, model.dtype, cache.cache_dtype),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         block=block,
         layers=[(group.layer_names, group.kv_cache_spec.page_size_bytes) for group in groups],

@@ -3,7 +3,7 @@
 #   make real                       the same with SmolLM2-135M, which it downloads, in runs/real; on a GPU if there is one
 #   make test                       the everyday tests on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
 #   make test TORCH=newest          the same with the newest torch, Triton and others that pip finds; own venv, several GB
-#   make test-all                   also every mixer with every decoder family in every layout
+#   make test-all                   also the rows that take long: every mixer, feature, family and layout in pairs
 #   make test-processors            comparisons of numbers as older processors compute them
 #   make serve-test                 models served by vLLM on a CPU, in its own venv, .venv-vllm
 #   make canary                     a table of what the newest libraries have moved; own venv; PRE=1, TORCH=newest: also those

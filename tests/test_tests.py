@@ -1,11 +1,8 @@
 """Rules of the tests themselves."""
 
 import ast
-import functools
 import re
 from pathlib import Path
-
-import pytest
 
 TESTS = Path(__file__).resolve().parent
 
@@ -14,23 +11,21 @@ TESTS = Path(__file__).resolve().parent
 SUSPECT = re.compile(r"^\s*(from\s.*test_|import\s.*test_)|\bsys\s*\.\s*path", re.MULTILINE)
 
 
-@functools.cache
-def parsed(path):
-    return ast.parse(path.read_text())
-
-
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_imports_no_test_and_leaves_the_path_alone(path):
+def test_no_file_imports_a_test_or_changes_the_path():
     """Code of several tests belongs in a module without tests; `pythonpath` of pyproject.toml finds it."""
-    if not SUSPECT.search(path.read_text()):
-        return
-    for node in ast.walk(parsed(path)):
+    files = sorted(TESTS.rglob("*.py"))
+    wrong = [f"{file.relative_to(TESTS)}: {found}" for file in files for found in what_is_wrong(file)]
+    assert not wrong, "move what several tests need to a module beside testing.py"
+
+
+def what_is_wrong(file):
+    text = file.read_text()
+    for node in ast.walk(ast.parse(text)) if SUSPECT.search(text) else ():
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        imported = [name for name in names if name.split(".")[-1].startswith("test_")]
-        assert not imported, f"line {node.lineno} imports {imported}: move what it needs to a module beside testing.py"
-        changed = isinstance(node, ast.Attribute) and node.attr == "path" and ast.unparse(node.value) == "sys"
-        assert not changed, f"line {node.lineno} uses sys.path"
+        yield from (f"line {node.lineno} imports {n}" for n in names if n.split(".")[-1].startswith("test_"))
+        if isinstance(node, ast.Attribute) and node.attr == "path" and ast.unparse(node.value) == "sys":
+            yield f"line {node.lineno} uses sys.path"
 
 
 def test_no_other_code_uses_the_path():

@@ -165,21 +165,16 @@ NO_NATIVE_PACKING = {"gpt_oss"}
 
 
 def in_turn(**tables):
-    """Parametrize a test over tables: all combinations of the values of all tables but the last, whose values come in
-    turn.
-
-    With two tables this is one row per value of the first. With three, every two values of different tables meet, if
-    the last table is the shortest. With four, `make test` runs one row per pair of values of the first two tables, in
-    which every two values meet, and `make test-all` the other rows (`test_families.py` tests what meets).
+    """Parametrize a test over tables: all combinations of the values of the first table, or of the first two of four;
+    the values of the last two come in turn. Every two values of the four tables meet (`test_families.py` tests it).
     """
-    *others, last = ([*table] for table in tables.values())
+    values = [[*table] for table in tables.values()]
+    leading = len(values) // 2
     rows = []
-    for places in itertools.product(*(range(len(table)) for table in others)):
-        row = [table[place] for table, place in zip(others, places, strict=True)]
-        everyday = len(places) < 3 or places[2] == sum(places[:2]) % len(others[2])
-        marks = () if everyday else pytest.mark.product
-        turn = 2 * places[0] + places[1] if len(places) > 2 else sum(places)  # does not follow the third table
-        rows.append(pytest.param(*row, last[turn % len(last)], marks=marks))
+    for places in itertools.product(*(range(len(table)) for table in values[:leading])):
+        turns = sum(places), places[0] + sum(places)  # so that the fourth table does not follow the third
+        rows.append([table[place] for table, place in zip(values[:leading], places, strict=True)])
+        rows[-1] += [table[turn % len(table)] for table, turn in zip(values[leading:], turns, strict=False)]
     return pytest.mark.parametrize([*tables], rows)
 
 

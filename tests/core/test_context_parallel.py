@@ -177,7 +177,7 @@ def test_hooks_of_accelerate_change_nothing_outside_of_the_context(layout, famil
 @pytest.mark.product  # torch.compile of a whole model
 def test_hooks_of_accelerate_under_compile():
     """The model was never called without torch.compile after the hooks were attached."""
-    model = build(tiny_config("llama", "odd"))
+    model = build(tiny_config("llama", (1,), num_hidden_layers=2))
     ids, mask = random_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[0, :5] = 0
     with torch.no_grad():

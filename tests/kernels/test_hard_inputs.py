@@ -108,27 +108,28 @@ def compare(op, name: str, length: str, dtype: torch.dtype):
 
 hard = pytest.mark.parametrize(("op", "name"), pairs(OPS), ids=str)
 FEW = ("small values, common keys", "equal tokens", "no values")  # in the interpreter, every day
-TURNS = ("short", "carried", "long")
 
 
-def lengths_of(op, name: str, path: str) -> list[str]:
-    """Two chunks, and another length, which comes in turn; the interpreter has time for the shortest only."""
+def length_of(op, name: str, path: str) -> str:
+    """Lengths come in turn: each op, each row of HARD and each path meets each of them. The interpreter has time for
+    the shortest only.
+    """
     if path == "triton" and DEVICE == "cpu":
-        return ["short"]
-    if op.name in VARIANTS:  # those of GKA cross chunks in test_contract.py: its reference solves per token
-        return ["short" if op.name.startswith("gka_") else "chunks"]
-    turn = TURNS[(OPS.index(op) + [*HARD].index(name)) % 3]
-    return ["chunks", "short" if turn == "long" and op.name.startswith("gka") else turn]
+        return "short"
+    if op.name.startswith("gka_"):  # they cross chunks in test_contract.py: their reference solves per token
+        return "short"
+    turn = [*LENGTHS][(OPS.index(op) + [*HARD].index(name) + PATHS.index(path)) % len(LENGTHS)]
+    return "chunks" if turn == "long" and (op.name in VARIANTS or op.name == "gka") else turn
 
 
 def float32_rows() -> list[tuple]:
     found = []
     for op, name, path in [(*pair, path) for pair in pairs(OPS) for path in PATHS if exists(pair[0], path)]:
-        for length in lengths_of(op, name, path):
-            often = length == "chunks" and op.name != "gka" and op.name not in VARIANTS
-            if path == "triton":
-                often = name in FEW and op.name in ("gla", "lattice", "coffee", "ska", "gated_delta")
-            found.append((op, name, length, path, often))
+        length = length_of(op, name, path)
+        often = length in ("chunks", "carried") and op.name != "gka" and op.name not in VARIANTS
+        if path == "triton":
+            often = name in FEW and op.name in ("gla", "lattice", "coffee", "ska", "gated_delta")
+        found.append((op, name, length, path, often))
     return found
 
 

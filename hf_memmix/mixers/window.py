@@ -180,7 +180,10 @@ class WindowMixer(MemoryMixer):
             if type(layer) not in (nn.Linear, RMSNorm) or has_hooks(layer):
                 return None
         angles = [one_angle_per_pair(t, options["rope_layout"]) for t in rotary] if self.use_rope else (None, None)
-        weights, biases = zip(*[layer._parameters.values() for layer in layers], strict=True)
+        try:  # by name: pruning and parametrizations that are removed leave them in another order
+            weights, biases = ([layer._parameters[name] for layer in layers] for name in ("weight", "bias"))
+        except KeyError:  # a plain tensor in the place of a parameter
+            return None
         norms = [norm.weight for norm in norms] or (None, None)
         scale = self.head_dim**-0.5 if options["scale"] is None else options["scale"]
         sizes = Sizes(options["window"], options["sinks"], scale, options["softcap"])

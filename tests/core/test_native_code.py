@@ -157,6 +157,15 @@ def test_a_layers_step_in_one_call(options, dtype, monkeypatch):
         handle = child.register_forward_hook(scaled)
         assert layer.layer_step(*tokens[0], states) is None
         handle.remove()
+        weight = child.weight
+        del child.weight  # as `prune.remove` and `remove_parametrizations` do: the bias is the first parameter then
+        child.weight = weight
+    again = layer.layer_step(*tokens[0], layer.initial_states(1, "cpu", dtype))
+    assert torch.equal(again, found[0])
+    tensor = layer.o_proj.weight.detach()
+    del layer.o_proj.weight
+    layer.o_proj.weight = tensor
+    assert layer.layer_step(*tokens[0], states) is None
 
 
 @pytest.mark.parametrize("mixer", ["gka", "lattice", "mamba2", "kda"])

@@ -11,6 +11,7 @@ tokens. So probes of students measure recall, not what a drill has taught about 
 keys, to which a pretrained model itself does not know the answers.
 """
 
+import dataclasses
 import random
 
 import numpy
@@ -70,11 +71,18 @@ class FactMaterial(DrillMaterial):
             )
 
 
-def asked_of(material: Material, form: Form, key, in_words: bool) -> list[int]:
+def told_of(material: Material, form: Form, key, value) -> tuple[int, ...]:
+    """The tokens of a sentence before its value; "a" is "an" before a vowel."""
+    if form.said.endswith(" a") and value[0][0] in "aeiou":
+        form = dataclasses.replace(form, said=form.said + "n")
+    return form.told(material, key)
+
+
+def asked_of(material: Material, form: Form, key, value, in_words: bool) -> list[int]:
     """The tokens before an answer: the sentence again, or a question and the beginning of the sentence."""
     before, after = form.question.split("{}")
     question = sentence(material, "\nQ: " + before, key, after + "\nA:") if in_words else ()
-    return [*question, *form.told(material, key)]
+    return [*question, *told_of(material, form, key, value)]
 
 
 def facts(material: FactMaterial, length: int, draw: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
@@ -87,14 +95,14 @@ def facts(material: FactMaterial, length: int, draw: random.Random) -> tuple[lis
     pools = (material.forms, material.names, material.values)
     for form, key, value in zip(*(draw.sample(pool, count) for pool in pools), strict=True):
         place = min(place_of(draw), place_of(draw))  # early, so that more questions are far
-        told = [*form.told(material, key), *sentence(material, value, ".")]
+        told = [*told_of(material, form, key, value), *sentence(material, value, ".")]
         after = [at for at in lists if at > place]
         asked = [(at, lists[at]) for at in draw.sample(after, min(len(after), 2 if draw.random() < TWICE else 1))]
         if draw.random() < ALONE:
             asked.append((draw.uniform(place, 1), draw.random() < IN_WORDS))
         events.append((place, told, None))
         for at, in_words in asked:
-            question = asked_of(material, form, key, in_words)
+            question = asked_of(material, form, key, value, in_words)
             answer = (len(question), len(value[1]))
             events.append((at, [*question, *sentence(material, value, ".")], answer))
     return woven(material, length, events, draw)

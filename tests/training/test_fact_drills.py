@@ -55,6 +55,19 @@ def test_every_answer_of_a_row_stands_before_its_question(facts_material, length
             assert any(ids[at : at + stop - start] == ids[start:stop] for at in range(start))
 
 
+def test_the_article_is_that_of_the_thing(text, probes):
+    forms = tuple(form for form in FORMS if form.said.endswith(" a"))
+    material = FactMaterial(probes.tokenizer, text.blocks.flatten().numpy(), probes, forms)
+    articles = set()
+    for seed in range(24):
+        ids, spans = facts(material, SIZE, random.Random(seed))
+        for start, stop in spans:
+            article, thing = probes.tokenizer.decode(ids[:start]).split()[-1], probes.tokenizer.decode(ids[start:stop])
+            assert article == ("an" if thing.strip()[0] in "aeiou" else "a")
+            articles.add(article)
+    assert articles == {"a", "an"}
+
+
 def test_a_share_of_the_rows_are_drills_whose_answers_weigh_as_much_as_a_row(text, probes):
     data, plain = (with_drills(text, probes.tokenizer, 0.25, answers=weight) for weight in (2.0, 0.0))
     drilled = [row for row in range(16) if not torch.equal(data.blocks[row], text.blocks[row])]

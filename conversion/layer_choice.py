@@ -4,6 +4,7 @@ Commands, recipes, plans and `convert_model` use this module. A range is compare
 list is built, so that "0-999999999999" is refused at once.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ class LayerChoice:
                 f"{self.written}; it names layers {_named(beyond)}, but there are layers 0 to {num_layers - 1}"
             )
         chosen = sorted(layer for part in self.ranges for layer in part)
-        if len(set(chosen)) != len(chosen):
-            raise UserError(f"{self.written}; it names a layer twice")
+        if repeated := [layer for layer, next_one in itertools.pairwise(chosen) if layer == next_one]:
+            raise UserError(f"{self.written}; it names layer {repeated[0]} twice; name each layer once")
         return chosen
 
     def number(self, num_layers: int) -> int:

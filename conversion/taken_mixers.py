@@ -22,7 +22,10 @@ def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
     for layer in student.config.memory_layers:
         models = [model for model in trained if layer in model.config.memory_layers]
         if not models:
-            raise UserError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
+            raise UserError(
+                f"layer {layer} of the trained student is attention, so there is no mixer to take; keep this layer"
+                " as attention here, too"
+            )
         kind = student.config.mixer_types[layer]
         source = next((model for model in models if model.config.mixer_types[layer] == kind), models[0])
         theirs = attention_module(source, layer)

@@ -117,6 +117,28 @@ def test_numbers_that_yaml_reads_as_text(workspace):
     assert json.loads((workspace / "s" / "config.json").read_text())["mixers"]["gka"]["ridge"] == 0.01
 
 
+def test_a_window_of_the_whole_context_is_told(workspace):
+    context = json.loads((workspace / "teacher" / "config.json").read_text())["max_position_embeddings"]
+    for window, told in ((context, True), (context - 1, False)):
+        run = memmix(
+            "convert", "--teacher", workspace / "teacher", "--option", f"window={window}", "--dry-run", "--json"
+        )
+        result_of(run)
+        assert (f"window={window}" in run.stderr and f"{context} tokens" in run.stderr) == told
+
+
+def test_a_trained_student_with_wrong_mixer_types_is_one_clear_line(workspace):
+    base = ["convert", "--teacher", workspace / "teacher"]
+    result_of(memmix(*base, "--out", workspace / "student", "--json"))
+    file = workspace / "student" / "config.json"
+    config = json.loads(file.read_text())
+    for wrong in (5, [["gka"], 1], {"a": 1}):
+        file.write_text(json.dumps(config | {"mixer_types": wrong}))
+        run = memmix(*base, "--trained", workspace / "student", "--out", workspace / "s")
+        assert run.exit_code == 1 and "Traceback" not in run.output and "mixer_types" in run.output
+        assert not (workspace / "s").exists()
+
+
 def test_wrong_options_are_usage_errors():
     assert memmix("convert").exit_code == 2
     assert memmix("nosuch").exit_code == 2

@@ -39,7 +39,10 @@ class TrainedMixers:
         layer = mixer.layer_idx
         able = [one for one in self._students if layer in one[1].memory_layers]
         if not able:
-            raise UserError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
+            raise UserError(
+                f"layer {layer} of the trained student is attention, so there is no mixer to take; keep this layer"
+                " as attention here, too"
+            )
         own = (one for one in able if one[1].mixer_types[layer] == mixer.name)
         folder, config, checkpoint = next(own, able[0])
         kind = config.mixer_types[layer]

@@ -72,6 +72,7 @@ def convert(args) -> None:
 
     family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
     arguments["mixers"] = _all_options(arguments, options, [read_config(folder) for folder in trained])
+    _tell_of_a_long_window(arguments["mixers"], read_config(teacher))
     if args.dry_run:
         with library():
             from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
@@ -236,12 +237,26 @@ def _mixer_of(trained: list[Path]) -> str:
     """The mixer of these students, folders of converted models. Raises UserError if they have several."""
     from hf_memmix.conversion.model_files import read_json
 
-    kinds = {kind for folder in trained for kind in read_json(folder / "config.json").get("mixer_types") or ()}
+    written = [read_json(folder / "config.json").get("mixer_types") for folder in trained]
+    # what else stands there is refused when the students are loaded
+    kinds = {kind for types in written if isinstance(types, list) for kind in types if isinstance(kind, str)}
     if len(kinds := sorted(kinds - {ATTENTION})) > 1:
         raise UserError(
             f"--trained has the mixers {', '.join(kinds)}; name one with --mixer, or the layers of each with --layers"
         )
     return kinds[0] if kinds else DEFAULT_MIXER
+
+
+def _tell_of_a_long_window(mixers: dict[str, dict], config) -> None:
+    """Print a line if a window is not shorter than what the teacher can read: then it is full attention."""
+    window, limit = mixers.get("window", {}).get("window"), getattr(config, "max_position_embeddings", None)
+    if isinstance(window, int) and limit and window >= limit:
+        err.print(
+            f"window={window} is not shorter than the {limit} tokens that the teacher reads: these layers compute what"
+            " its attention does, and their cache is not smaller; give a smaller window",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _layers_of_mixers(kinds: list[str]) -> str:

@@ -172,7 +172,7 @@ def test_bad_keep_is_refused():
         ([0.5], "give a list"),
         ([3], "names layers 3, but there are layers 0 to 2"),
         ([-1], "names layers -1"),
-        ([1, 1], "names a layer twice"),
+        ([1, 1], "names layer 1 twice"),
         ([0, 1, 2], "nothing is left to convert"),
     ):
         with pytest.raises(ValueError, match=message):

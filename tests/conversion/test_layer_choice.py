@@ -35,7 +35,7 @@ def test_errors_name_option_value_and_remedy():
 
 
 def test_missing_layers_and_repeated_layers_are_refused():
-    for text, message in (("2-4", "names layers 2-4, but there are layers 0 to 3"), ("1,0-2", "names a layer twice")):
+    for text, message in (("2-4", "names layers 2-4, but there are layers 0 to 3"), ("1,0-2", "names layer 1 twice")):
         with pytest.raises(ValueError, match=message):
             LayerChoice.listed(text).layers(4)
     with pytest.raises(ValueError, match="'5', but there are 4 layers"):

@@ -54,7 +54,7 @@ def test_the_preset_is_the_layout_of_the_papers_models():
 def test_mistakes_in_a_mixture_are_one_clear_line():
     for layers, message in (
         ({"ska": [3, 1], "mamba2": [1], "gka": "rest"}, "gives layer 1 to ska and to mamba2"),
-        ({"ska": [1, 1], "gka": "rest"}, "layers of ska is .*names a layer twice"),
+        ({"ska": [1, 1], "gka": "rest"}, "layers of ska is .*names layer 1 twice"),
         ({"ska": [4], "gka": "rest"}, "names layers 4, but there are layers 0 to 3"),
         ({"ska": [0], "gka": [3]}, "leaves layers 1-2 without a mixer"),
         ({"ska": "rest", "gka": "rest"}, 'gives "rest" to ska and to gka'),

@@ -39,7 +39,10 @@ class SelectionData:
         tokens = tokenize_files(text, tokenizer)[:max_tokens].tolist()
         rows = [row for row, _ in cut_rows([tokens], length, beginning_of(tokenizer)) if len(row) == length]
         if not rows:
-            raise UserError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
+            raise UserError(
+                f"the {len(tokens)} tokens of {text} that are read are less than the {length} tokens of one sequence;"
+                f" give a longer text, shorter sequences or, if it is below {length}, a larger max_tokens"
+            )
         names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
         refuse_repeated("task", names)
         material = Material(tokenizer, read_text(text)) if names else None

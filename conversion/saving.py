@@ -22,6 +22,7 @@ from hf_memmix.operating_system import WINDOWS, exchange, flush, is_running
 
 FREE_PLACE = "remove it, choose another folder, or replace it (--overwrite; overwrite=True in Python)"
 OTHER_FOLDER = "Give another folder"
+DENIED = "This user may not write there: change the permissions, or give another folder"
 SHARD_SIZE = "5GB"  # largest weight file of a saved model, as on the Hub
 # a failed write of torch.save raises a plain RuntimeError; these texts identify it
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
@@ -32,7 +33,8 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
     """`place_of` a folder that may be written to. Call it before the long work, not after it.
 
-    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty.
+    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty,
+    or if this user may not write beside it.
     With `overwrite` it may be a folder that this tool has written (`conversion.written`), but not the current folder.
     """
     path = place_of(path)
@@ -40,6 +42,8 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
             raise UserError(f"{str(part)!r} is a file; give a folder to write to")
+    if not os.access(beside := existing_folder(path.parent), os.W_OK):
+        raise UserError(f"cannot write {str(path)!r}: no permission for {str(beside)!r}. {DENIED}")
     filled = path.exists() and any(path.iterdir())
     if filled and not overwrite:
         raise UserError(f"{str(path)!r} exists and is not empty; {FREE_PLACE}")
@@ -107,7 +111,7 @@ def explain_write_errors(path: str | Path, full: str = OTHER_FOLDER, otherwise: 
         if number is None and (found := re.search(r"os error (\d+)", cause)):  # as safetensors writes it
             number = int(found[1])
         if number in _DENIED:
-            remedy = "This user may not write there: change the permissions, or give another folder"
+            remedy = DENIED
             if WINDOWS:  # it replaces no open file, e.g. the weights of a model that was loaded from there
                 remedy = f"If a model or another program has files there open, close it. {remedy}"
         else:

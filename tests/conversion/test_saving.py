@@ -140,6 +140,15 @@ def test_a_failed_write_names_its_cause_and_the_remedy_for_it():
         assert told in str(caught.value) and ("make room" in str(caught.value)) == (told == "make room")
 
 
+def test_a_folder_without_permission_is_refused_before_the_work(path, monkeypatch):
+    """Permissions of a real folder do not stop the superuser, as whom tests may run."""
+    asked = []
+    monkeypatch.setattr(saving.os, "access", lambda folder, mode: asked.append((folder, mode)))
+    with pytest.raises(ValueError, match="cannot write .*change the permissions"):
+        saving.check_target(path.parent / "new" / "out")
+    assert asked == [(path.parent, os.W_OK)]
+
+
 @pytest.mark.parametrize("out", [".", "..", ""])
 def test_the_current_folder_is_not_replaced(path, out, monkeypatch):
     """E.g. `--out "$OUT" --overwrite` where OUT is not set."""

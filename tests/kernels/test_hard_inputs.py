@@ -162,13 +162,8 @@ def test_on_a_gpu(dtype, op, name, monkeypatch):
 
 
 def other_forms() -> list[tuple]:
-    """Without those too long for the interpreter, and S k = 0 of TTT, which has no direction."""
-    return [
-        (op, name, path, False)
-        for path in PATHS[: 3 if DEVICE == "cuda" else 2]
-        for op, name in pairs(FORMS)
-        if not (op.name == "lattice_ttt" and name in ("no keys", "empty start"))
-    ]
+    """Without those too long for the interpreter."""
+    return [(*pair, path, False) for path in PATHS[: 3 if DEVICE == "cuda" else 2] for pair in pairs(FORMS)]
 
 
 @parametrize(("op", "name", "backend"), other_forms())

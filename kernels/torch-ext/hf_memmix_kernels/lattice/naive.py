@@ -30,8 +30,9 @@ def naive_write(
     else:
         z = S @ k  # eq. 19, TTT: the output is normalised, not the slots
         size = torch.linalg.vector_norm(z, dim=-2, keepdim=True)
-        e = z / size - v
-        h, c = (e - z * (z.mT @ e) / size.square()) / size, k
+        inverse = torch.where(size > 0, 1 / torch.where(size > 0, size, 1), 0)  # z = 0 writes nothing
+        e = z * inverse - v
+        h, c = (e - z * (z.mT @ e) * inverse.square()) * inverse, k
     direction = h if variant in BASELINES else h - unit * (unit.mT @ h).mT
     S = mu * S - gamma * (direction if project or variant in BASELINES else direction / norm) * c.mT
     if l1:

@@ -190,8 +190,7 @@ def _read_per_token(S, P, nu, q, estimate: Estimate):
             u = torch.where(size > 0, new / size, u)
         a = MT @ u
         length = (u * (G @ u + ridge_of(nu, eps)[..., None, None] * u)).sum((-1, -2))
-        # without a key both are zero, and the statistics that it multiplies too
-        sigma = ((a * (P @ a)).sum((-1, -2)).clamp_min(0) / length.clamp_min(torch.finfo(P.dtype).tiny)).sqrt()
+        sigma = ((a * (P @ a)).sum((-1, -2)) / length).clamp_min(0).sqrt()
         scale = sigma.clamp_min(sigma_floor) ** -power
     x = q @ P
     for _ in range(power):

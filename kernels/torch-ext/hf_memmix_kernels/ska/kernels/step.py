@@ -51,9 +51,9 @@ def _scale_per_token(G, MT, P, ridge, sigma_floor, o_r, R: tl.constexpr, POWER: 
         size = tl.max(tl.abs(new), 0)
         u = tl.where(size > 0, new / tl.where(size > 0, size, 1.0), u)
     a = _times(MT, u)
-    stretched = tl.maximum(tl.sum(a * _times(P, a), 0), 0.0)
+    stretched = tl.sum(a * _times(P, a), 0)
     length = tl.sum(u * (_times(G, u) + ridge * u), 0)
-    sigma = tl.maximum(tl.sqrt(stretched / tl.maximum(length, 1e-37)), sigma_floor)
+    sigma = tl.maximum(tl.sqrt(tl.maximum(stretched, 0.0) / length), sigma_floor)
     scale = 1.0
     for _ in tl.static_range(POWER):
         scale /= sigma

@@ -111,14 +111,15 @@ FEW = ("small values, common keys", "equal tokens", "no values")  # in the inter
 
 
 def length_of(op, name: str, path: str) -> str:
-    """Lengths come in turn: each op, each row of HARD and each path meets each of them. The interpreter has time for
-    the shortest only.
+    """Those of more than a chunk come in turn: each op, each row of HARD and each path meets each of them. The
+    interpreter has time for the shortest only.
     """
     if path == "triton" and DEVICE == "cpu":
         return "short"
     if op.name.startswith("gka_"):  # they cross chunks in test_contract.py: their reference solves per token
         return "short"
-    turn = [*LENGTHS][(OPS.index(op) + [*HARD].index(name) + PATHS.index(path)) % len(LENGTHS)]
+    turns = [*LENGTHS][1:]
+    turn = turns[(OPS.index(op) + [*HARD].index(name) + PATHS.index(path)) % len(turns)]
     return "chunks" if turn == "long" and (op.name in VARIANTS or op.name == "gka") else turn
 
 

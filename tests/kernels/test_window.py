@@ -124,6 +124,10 @@ def test_steps_equal_naive(size, form, paged, backend):
         assert torch.equal(pool[pages] if paged else pool, t)
         if paged:
             assert (pool[[0, 2, 3, 5]] == 7).all()
+    if paged:  # a padding row's page may hold a negative number of tokens
+        pools[-1][0] = -9
+        window_step(*(x[:1, :1] for x in (q, k, v)), pools, **given, state_indices=pages.new_zeros(1))
+        assert (pools[-1][0] == 1).all()
 
 
 def naive_states(history, new, state, size, ends):

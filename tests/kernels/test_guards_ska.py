@@ -1,4 +1,4 @@
-"""SKA in two special cases: several keys have the largest norm, and rounding makes a pivot zero."""
+"""SKA in special cases: several keys have the largest norm, and rounding makes a pivot zero or a square negative."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from ops_table import Shape
 from ska_rows import draw
 
 import hf_memmix_kernels as K
-from hf_memmix_kernels.ska.operator import inverse
+from hf_memmix_kernels.ska.operator import inverse, spectral_scale
 
 CHUNK = 80
 SHAPE = Shape(1, 170, 1, 1, 8, 6)
@@ -71,3 +71,15 @@ def test_pivots_lost_by_rounding(equal, power, monkeypatch):
     o, final = K.chunk_ska(*leaves, chunk_size=32, eps=1e-8, power=power, spectral_norm=power > 0)
     grads = torch.autograd.grad(o.mean() + sum(s.mean() for s in final), leaves)
     assert all(torch.isfinite(t).all() for t in (o, *final, *grads))
+
+
+def test_a_square_of_sigma_that_rounding_makes_negative_counts_as_zero(backend):
+    """The sums of many keys in few directions lose the ridge, so the numerator or the denominator is negative."""
+    eye = torch.eye(2, device=DEVICE)
+    Gt, MT = torch.tensor([[1.0, 0], [0, -9]], device=DEVICE), torch.tensor([[0.0, 0], [1, 0]], device=DEVICE)
+    assert spectral_scale(Gt, eye, MT, MT, 2, 0.1) == pytest.approx(100)
+    statistics = torch.cat([-2e-3 * eye, eye, eye], 1)  # the denominator adds a ridge of 1e-3
+    state = tuple(t[None, None].contiguous() for t in (statistics, eye, 0 * eye[0], eye[0, 0], eye[0, 1]))
+    q, k = torch.tensor([0.5, -2.0], device=DEVICE).view(1, 1, 1, 2), torch.zeros(1, 1, 1, 2, device=DEVICE)
+    o = K.ska_step(q, k, k, None, None, None, state=state, eps=1e-3, sigma_floor=0.1, refresh_every=1)
+    torch.testing.assert_close(o, 100 * q)

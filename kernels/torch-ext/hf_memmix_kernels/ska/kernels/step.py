@@ -53,7 +53,7 @@ def _scale_per_token(G, MT, P, ridge, sigma_floor, o_r, R: tl.constexpr, POWER: 
     a = _times(MT, u)
     stretched = tl.sum(a * _times(P, a), 0)
     length = tl.sum(u * (_times(G, u) + ridge * u), 0)
-    sigma = tl.maximum(tl.sqrt(tl.maximum(stretched, 0.0) / length), sigma_floor)
+    sigma = tl.maximum(tl.sqrt(tl.maximum(stretched / length, 0.0)), sigma_floor)
     scale = 1.0
     for _ in tl.static_range(POWER):
         scale /= sigma

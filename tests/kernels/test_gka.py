@@ -158,3 +158,12 @@ def test_a_step_reads_queries_in_any_layout(backend):
         now = tuple(state.clone() for state in states)
         results.append((K.gka_step(*inputs, log_decay, None, None, now), *now))
     assert all(error(got, want) <= 1e-6 for got, want in zip(*results, strict=True))
+
+
+def test_a_step_without_any_key_reads_zero(backend):
+    """Both states are zero, and so is the norm by which the solver divides."""
+    shape = Shape(1, 1, 2, 1, 32, 32)
+    inputs = GKA.draw(shape, torch.float32)
+    state = tuple(torch.zeros_like(s) for s in GKA.draw_state(shape, 1, torch.float32))
+    o = GKA.step(GKA, inputs | {"k": 0 * inputs["k"]}, state)
+    assert all((t == 0).all() for t in (o, *state))

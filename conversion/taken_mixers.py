@@ -9,6 +9,14 @@ from hf_memmix.errors import UserError
 from hf_memmix.mixers import MIXERS, MemoryMixer
 
 
+def no_mixer(layer: int) -> UserError:
+    """The error for a layer whose mixer no trained student has."""
+    return UserError(
+        f"layer {layer} of the trained student is attention, so there is no mixer to take; keep this layer"
+        " as attention here, too"
+    )
+
+
 def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
     """Load the mixers of trained models, e.g. aligned students without attention, into the same layers of `student`.
 
@@ -22,10 +30,7 @@ def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
     for layer in student.config.memory_layers:
         models = [model for model in trained if layer in model.config.memory_layers]
         if not models:
-            raise UserError(
-                f"layer {layer} of the trained student is attention, so there is no mixer to take; keep this layer"
-                " as attention here, too"
-            )
+            raise no_mixer(layer)
         kind = student.config.mixer_types[layer]
         source = next((model for model in models if model.config.mixer_types[layer] == kind), models[0])
         theirs = attention_module(source, layer)

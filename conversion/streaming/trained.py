@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, read_config
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.taken_mixers import load_mixer
+from hf_memmix.conversion.taken_mixers import load_mixer, no_mixer
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import MIXERS, MemoryMixer
 
@@ -39,10 +39,7 @@ class TrainedMixers:
         layer = mixer.layer_idx
         able = [one for one in self._students if layer in one[1].memory_layers]
         if not able:
-            raise UserError(
-                f"layer {layer} of the trained student is attention, so there is no mixer to take; keep this layer"
-                " as attention here, too"
-            )
+            raise no_mixer(layer)
         own = (one for one in able if one[1].mixer_types[layer] == mixer.name)
         folder, config, checkpoint = next(own, able[0])
         kind = config.mixer_types[layer]

@@ -9,12 +9,12 @@ numbers as that of Lattice (`fit.EQUAL_MEMORY`).
 """
 
 from types import SimpleNamespace
-from typing import Annotated
 
 import typer
 
 from hf_memmix.training.experiments.common.fit import model_of, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, comparison, rows_to_run
+from hf_memmix.training.experiments.common.options import WarmupSteps
 
 SEEDS = (0, 1, 2)
 GROUPS = (  # in the order of their importance
@@ -22,6 +22,7 @@ GROUPS = (  # in the order of their importance
     ("mamba2-equal", "gka-equal", "coffee-equal"),
     ("dec-vconv", "gdn-vconv", "delta-vconv", "gka-no-vconv"),
     ("mamba2-no-vconv-equal", "gla-no-vconv", "linear-decay-vconv"),
+    ("enc", "sim"),
 )
 COMPARED = sum(GROUPS, ())
 
@@ -43,7 +44,7 @@ class Options(ComparisonOptions):
     contexts = (512,)
     models = COMPARED
     lrs = (4e-3, 8e-3)
-    warmup_steps: Annotated[int, typer.Option(help="steps in which the learning rate grows linearly")] = 150
+    warmup_steps: WarmupSteps = 150
 
 
 main = comparison("baselines_language", __file__, Options, rows_by_importance).command()

@@ -52,6 +52,10 @@ MODELS = {
     "linear-decay-vconv": ("linear", {"decay": True, "use_v_conv": True}),
     "mamba2-no-vconv": ("mamba2-no-vconv", {}),
     "gka-attention": (["gka", ATTENTION], {}),
+    "gka-plain": ("gka", {"use_decay": False, "use_alpha": False}),
+    "gka-no-alpha": ("gka", {"use_alpha": False}),
+    "gka-sketch-16": ("gka", {"sketch_dim": 16}),
+    "gka-sketch-8": ("gka", {"sketch_dim": 8}),
 }
 # Models whose memory is as large as that of Lattice, hidden_size * head size numbers per layer, and the option that
 # makes it so. GKA keeps two matrices [head size, head size] per head, so it gets twice as many heads of half the size.

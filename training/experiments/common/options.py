@@ -28,6 +28,8 @@ Heads = Annotated[int, typer.Option(help="heads, each of hidden_size / heads cha
 BatchTokens = Annotated[int, typer.Option(help="tokens per optimizer step")]
 Tokens = Annotated[int, typer.Option(help="training tokens per model, the same for all models")]
 Steps = Annotated[int, typer.Option(help="optimizer steps")]
+Seeds = Annotated[list[int], typer.Option(help="seeds; the first one chooses the learning rate; repeatable")]
+WarmupSteps = Annotated[int, typer.Option(help="steps in which the learning rate grows linearly")]
 
 
 class Options:

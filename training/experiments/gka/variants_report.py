@@ -85,5 +85,6 @@ def section(files: list[dict]) -> str:
         " same seeds. Paper: average accuracy over short tasks of models of 2.8B parameters.",
     }
     tasks = dict.fromkeys(row["task"] for row in results["rows"])
-    caption = " ".join([*(captions[task] for task in tasks), SPREAD_NOTE, f"{measured_at(results)}."])
+    spread = [SPREAD_NOTE] if "text" in tasks else []
+    caption = " ".join([*(captions[task] for task in tasks), *spread, f"{measured_at(results)}."])
     return "\n\n".join([*tables, caption + (f" Failed: {names}." if names else "")])

@@ -13,7 +13,7 @@ import typer
 
 from hf_memmix.training.experiments.common.fit import train_language_model
 from hf_memmix.training.experiments.common.harness import Experiment
-from hf_memmix.training.experiments.common.options import LanguageModelOptions
+from hf_memmix.training.experiments.common.options import LanguageModelOptions, WarmupSteps
 from hf_memmix.training.experiments.common.rates import plan, rates_to_try
 from hf_memmix.training.experiments.common.text import describe_training_text
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
@@ -31,12 +31,14 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 def run(row: dict, args) -> dict:
     options, paper = IN_PAPER.get(row["rung"]) or (NOT_IN_PAPER[row["rung"]], None)
-    result = train_language_model(row, args, "lattice", options) | {"options": options}
+    result = train_language_model(row, args, "lattice", options, warmup_steps=args.warmup_steps)
+    result |= {"options": options}
     return result | ({} if paper is None else {"paper_perplexity_on_pile": paper})
 
 
 class Options(LanguageModelOptions):
     context: int = 1024
+    warmup_steps: WarmupSteps = 150
 
 
 main = Experiment(

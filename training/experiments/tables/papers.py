@@ -1,5 +1,7 @@
 """Tables of the papers' experiments that a card shows, and those that join several results."""
 
+from statistics import fmean
+
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.coffee.report import epochs_text, table_of_images
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, median, spread_text
@@ -122,6 +124,34 @@ def gka_times() -> str:
         f"{markdown_table(head, lines, figures=True)}\n\nbf16, 4 sequences, 8 heads of 128, solver (12, 10). Triton"
         f" 3.6.0, commit {', '.join(commits)}."
     )
+
+
+def gka_equations() -> str:
+    """The Kalman filter beside GKA's regression, Algorithm 2 reversed, and what a sketch and alpha do to readouts."""
+    results = read("gka_equations")
+    parts = {name: [row for row in results["rows"] if row["part"] == name] for name in ("kalman", "reversed", "context")}
+    filters, reversals = parts["kalman"], [row for row in parts["reversed"] if row["iterations"] == 30]
+    lines = [[name, *(f"{fmean(row['errors'][name]):.4f}" for row in filters)] for name in filters[0]["errors"]]
+    tables = [markdown_table(["mean square error, state keeps", *(f"{row['keep']:g}" for row in filters)], lines)]
+    lines = [
+        [row["dtype"]]
+        + [f"{10 ** fmean(logs):.0e}" for logs in row["log10_errors"].values()]
+        + [f"{low:.1g} to {high:.1g}" for low, high in row["divisors"].values()]
+        for row in reversals
+    ]
+    head = ["30 iterations reversed in", *reversals[0]["log10_errors"], *(f"divisor, {n}" for n in ("CH", "CG"))]
+    tables.append(markdown_table(head, lines))
+    shown = [row for row in parts["context"] if row["pairs"] in (16, 64, 256)]
+    lines = [
+        [name + ", shared" * (shared > 0)]
+        + [f"{100 * fmean(row['answers'][name]):.0f}" for row in shown if row["shared"] == shared]
+        for shared, names in ((0.0, ("s = D", "s = D/2", "s = D/4")), (0.5, ("s = D", "alpha 0.5", "linear attention")))
+        for name in names
+    ]
+    tables.append(markdown_table(["right answers, %, pairs", "16", "64", "256"], lines))
+    notes = ("Means of 10 seeds.", "Relative error of dH (geometric mean of 21 problems).", "Means of 10 seeds; D = 64.")
+    found = "\n\n".join(f"{table}\n\n{note}" for table, note in zip(tables, notes, strict=True))
+    return f"{found} {measured_at(results)}."
 
 
 def recall_raised_runs() -> str:

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
 import hf_memmix
 from core.checks import CHECKS, check_assistant, check_gradient_checkpointing
@@ -65,6 +65,17 @@ def test_presets(name, preset):
     config = REGISTERED[name].preset(preset, **family_fields(name), attention_layers=[2])
     assert config.hidden_size == 32
     assert config.mixer_types[2] == "attention"
+
+
+def test_lattice_has_110m_parameters_pure_and_hybrid():
+    """As the models of the paper's Table 2: the preset, its variants and hybrids, and the transformer of its shape."""
+    config = hf_memmix.LatticeConfig
+    shape = {name: value for name, value in config.presets["110m"].items() if name != "mixers"}
+    configs = [config.preset("110m", attention_layers=kept) for kept in ([], [5], [2, 5, 8, 11], [*range(1, 12, 2)])]
+    configs += [config.preset("110m", mixers={"lattice": {"variant": variant}}) for variant in ("enc", "sim")]
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(of) for of in [*configs, LlamaConfig(**shape)]]
+    assert {round(model.num_parameters() / 1e6) for model in models} == {110}
 
 
 def test_every_family_has_a_row():

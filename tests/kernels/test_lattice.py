@@ -11,6 +11,7 @@ from ops_table import OPS, TOLERANCE, Shape
 
 import hf_memmix_kernels as K
 from hf_memmix_kernels.lattice import launch, launch_dual
+from hf_memmix_kernels.lattice.naive import naive_write
 
 LATTICE = next(op for op in OPS if op.name == "lattice")
 SHAPE = Shape(1, 18, 1, 1, 24, 20)
@@ -39,6 +40,28 @@ def compare(options, shape, dtype, tolerance, bounds=None):
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     state = draw_state(shape, shape.B if bounds is None else len(bounds) - 1, dtype)
     assert_agrees(inputs, options, state, tolerance, cu_seqlens)
+
+
+def test_l1_is_a_proximal_step_that_makes_states_sparse():
+    """Equation 18 minimises |S - S'|^2 / 2 + gamma lambda |S|_1, with S' the step without L1; so equation 17 falls."""
+    S, k, v = (randn(*shape, dtype=torch.float64) for shape in ((6, 4), (4, 1), (6, 1)))
+    gamma, lam = torch.tensor(1e-3, dtype=torch.float64, device=DEVICE), 2.0
+    one = torch.ones((), device=DEVICE)
+    plain, sparse = (naive_write(S, k, v, gamma, one, "dec", False, weight) for weight in (0.0, lam))
+
+    def proximal(T):
+        return (T - plain).square().sum() / 2 + gamma * lam * T.abs().sum()
+
+    assert all(proximal(sparse) < proximal(sparse + 1e-4 * randn(6, 4, dtype=S.dtype)) for _ in range(200))
+
+    def objective(T):  # equation 17
+        return ((T / T.norm(dim=0)) @ k - v).square().sum() + lam * T.abs().sum()
+
+    assert objective(sparse) < min(objective(S), objective(plain))
+    q, k, v = (torch.nn.functional.normalize(randn(1, 40, 1, 8, dtype=S.dtype), dim=-1) for _ in range(3))
+    gamma = 0.2 * torch.ones(1, 40, 1, dtype=S.dtype, device=DEVICE)
+    zeros = [(K.naive_lattice(q, k, v, gamma, l1=weight)[1] == 0).sum().item() for weight in (0.0, 0.1, 0.3)]
+    assert zeros[0] == 0 < zeros[1] < zeros[2]
 
 
 @pytest.mark.product_rows(r"triton-.*-0\.0\]")  # variants of an op

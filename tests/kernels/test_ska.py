@@ -290,3 +290,24 @@ def test_cg_lift_ignores_rotations():
     assert (harmonic * torch.polar(torch.ones_like(angle), 2 * angle) - after).abs().max() <= 1e-12
     with pytest.raises(ValueError, match="even"):
         K.cg_lift(x[:, :3])
+
+
+def test_cg_lift_restores_the_transition_operator():
+    """Proposition .5: of keys that are equal but for random phases M is near 0, and M = G of their invariants."""
+    w = torch.view_as_complex(randn(1, 4, 2, dtype=F64)).expand(4000, 4)
+    angle = 100 * randn(4000, 4, dtype=F64)
+    keys, ratios = torch.view_as_real(w * torch.polar(torch.ones_like(angle), angle)).flatten(1), []
+    for z in (keys, K.cg_lift(keys)[:, :4]):
+        ratios.append(((z[1:].mT @ z[:-1]).norm() / (z.mT @ z).norm()).item())
+    assert ratios[0] < 0.05 and ratios[1] == pytest.approx(1, abs=1e-3)
+
+
+def test_freezing_nu_freezes_the_ridge():
+    """The paper keeps nu of the prompt while it decodes; here nu goes on. Both differ by the ridge eps nu^2 only."""
+    _, _, G, M, C = statistics(6, 3, 60)
+    before, now = (torch.tensor(norm, dtype=F64, device=DEVICE) for norm in (1.5, 4.0))
+    eps = 1e-3
+    frozen = naive_operator(G, M, C, before, 2, eps, True, 1e-9)
+    same = naive_operator(G, M, C, now, 2, eps * (before / now).item() ** 2, True, 1e-9)
+    assert error(frozen, same) <= 1e-9
+    assert error(frozen, naive_operator(G, M, C, now, 2, eps, True, 1e-9)) > 1e-6

@@ -129,29 +129,29 @@ def gka_times() -> str:
 def gka_equations() -> str:
     """The Kalman filter beside GKA's regression, Algorithm 2 reversed, and what a sketch and alpha do to readouts."""
     results = read("gka_equations")
-    parts = {name: [row for row in results["rows"] if row["part"] == name] for name in ("kalman", "reversed", "context")}
-    filters, reversals = parts["kalman"], [row for row in parts["reversed"] if row["iterations"] == 30]
+    filters, reversals, contexts = (
+        [row for row in results["rows"] if row["part"] == part] for part in ("kalman", "reversed", "context")
+    )
     lines = [[name, *(f"{fmean(row['errors'][name]):.4f}" for row in filters)] for name in filters[0]["errors"]]
     tables = [markdown_table(["mean square error, state keeps", *(f"{row['keep']:g}" for row in filters)], lines)]
+    reversals = [row for row in reversals if row["iterations"] == 30]
     lines = [
         [row["dtype"]]
         + [f"{10 ** fmean(logs):.0e}" for logs in row["log10_errors"].values()]
         + [f"{low:.1g} to {high:.1g}" for low, high in row["divisors"].values()]
         for row in reversals
     ]
-    head = ["30 iterations reversed in", *reversals[0]["log10_errors"], *(f"divisor, {n}" for n in ("CH", "CG"))]
+    head = ["30 iterations", *reversals[0]["log10_errors"], *(f"divisor, {name}" for name in ("CH", "CG"))]
     tables.append(markdown_table(head, lines))
-    shown = [row for row in parts["context"] if row["pairs"] in (16, 64, 256)]
-    lines = [
-        [name + ", shared" * (shared > 0)]
-        + [f"{100 * fmean(row['answers'][name]):.0f}" for row in shown if row["shared"] == shared]
-        for shared, names in ((0.0, ("s = D", "s = D/2", "s = D/4")), (0.5, ("s = D", "alpha 0.5", "linear attention")))
-        for name in names
-    ]
+    lines = []
+    for shared, names in ((0.0, ("s = D", "s = D/2", "s = D/4")), (0.5, ("s = D", "alpha 0.5", "linear attention"))):
+        asked = [row for row in contexts if row["shared"] == shared and row["pairs"] in (16, 64, 256)]
+        for name in names:
+            shares = [f"{100 * fmean(row['answers'][name]):.0f}" for row in asked]
+            lines.append([name + ", shared" * (shared > 0), *shares])
     tables.append(markdown_table(["right answers, %, pairs", "16", "64", "256"], lines))
-    notes = ("Means of 10 seeds.", "Relative error of dH (geometric mean of 21 problems).", "Means of 10 seeds; D = 64.")
-    found = "\n\n".join(f"{table}\n\n{note}" for table, note in zip(tables, notes, strict=True))
-    return f"{found} {measured_at(results)}."
+    text = "\n\n".join(tables)
+    return f"{text}\n\nMeans of 10 seeds; errors of dH: geometric means of 21 problems. {measured_at(results)}."
 
 
 def recall_raised_runs() -> str:

@@ -7,6 +7,7 @@ from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.recall_teacher.report import (
     GATE_LENGTH,
     PROBES,
+    SHOWN,
     mean_text,
     mebibytes,
     probe_cells,
@@ -16,6 +17,7 @@ from hf_memmix.training.experiments.recall_teacher.report import (
 # what differs from the recipe of the first student, by the names of the records
 RECIPES = {"raised_plain": "no KL on answers, one rate"}
 PLOTTED = "mqar_32"
+RECALL = (*SHOWN, ("mqar", 1024))
 
 
 def tokens_read(run: dict) -> int:
@@ -32,13 +34,13 @@ def name_of(name: str, run: dict) -> str:
 
 def raised_table(runs: dict[str, dict], grid: dict) -> str:
     """One line per student, with its tokens, below the teacher."""
-    head = ["student", "state, MiB", "tokens, millions", "perplexity ratio", "KL", *probe_titles()]
+    head = ["student", "state, MiB", "tokens, millions", "perplexity ratio", "KL", *probe_titles(RECALL)]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
-    lines = [["teacher", "grows", "", "1", "0", *probe_cells(teacher)]] if teacher else []
+    lines = [["teacher", "grows", "", "1", "0", *probe_cells(teacher, RECALL)]] if teacher else []
     for name, run in runs.items():
         figures = [mean_text([run], key) for key in ("heldout_ppl_ratio", "heldout_kl")]
         state, read = mebibytes(run["state_bytes"]), f"{tokens_read(run) / 1e6:.1f}"
-        lines.append([name_of(name, run), state, read, *figures, *probe_cells([run])])
+        lines.append([name_of(name, run), state, read, *figures, *probe_cells([run], RECALL)])
     commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
     hardware = next(iter(runs.values()))["environment"]["hardware"]
     notes = f"One recipe, written for GKA. {hardware}, commits {', '.join(commits)}."

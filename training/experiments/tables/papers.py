@@ -31,7 +31,7 @@ def from_scratch() -> str:
     results = read("baselines_language")
     rows, _ = trained_and_failed(results)
     paper = {name: by[512] for name, by in PAPER.items()}
-    found = {name: chosen_rows(rows, model=name) for name in FROM_SCRATCH}
+    found = {name: chosen_rows(rows, model=name, context=512) for name in FROM_SCRATCH}
     lines = []
     for name, chosen in found.items():
         cells = [memory_text(results["settings"], name)[0], mean_of_rows(chosen, "perplexity", 2)]

@@ -13,6 +13,7 @@ from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.conversion.streaming.conversion_cost import streaming_cost
+from hf_memmix.mixers import MemoryMixer, WindowMixer
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
 
@@ -40,7 +41,8 @@ def estimate(
 
     Returns:
         `mixer` (None if there are several), `layers` (mixer of each layer, or "attention"), `options` (of the mixer;
-        with several mixers, by mixer), `counts` and `kinds` of the tensors
+        with several mixers, by mixer), `windows` (`window` and `sinks` of each kind of window, alone or beside a
+        memory, with its `layers`), `counts` and `kinds` of the tensors
         (`ConversionReport`), `parameters` (numbers for teacher, student, mixers), `dtype`, `state` (one row per
         context length: bytes of one sequence in the teacher's cache and in the student's) and `weights` (bytes of
         parameters, gradients and optimizer states, without activations, of the stages "convert", "align" and
@@ -75,6 +77,7 @@ def estimate(
         "mixer": report.mixer,
         "layers": report.layers,
         "options": student.config.mixers if report.mixer is None else student.config.mixers[report.mixer],
+        "windows": _windows(mixers),
         "counts": report.counts(),
         "kinds": report.kinds(),
         "parameters": parameters,
@@ -82,6 +85,14 @@ def estimate(
         "state": state,
         "weights": weights,
     }
+
+
+def _windows(mixers: dict[int, MemoryMixer]) -> list[dict]:
+    found = {}
+    for layer, mixer in mixers.items():
+        if isinstance(window := getattr(mixer, "window", mixer), WindowMixer):
+            found.setdefault((window.options.window, window.options.sinks), []).append(layer)
+    return [{"window": size, "sinks": first, "layers": layers} for (size, first), layers in found.items()]
 
 
 def parameter_bytes(model: PreTrainedModel) -> int:

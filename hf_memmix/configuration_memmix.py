@@ -143,10 +143,19 @@ class MemMixConfig(PreTrainedConfig):
         if self._is_frozen:
             return  # they are complete, because a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
-        sizes = {MIXERS["window"].options_of(self, i).window for i, kind in enumerate(kinds) if kind == "window"}
-        if len(sizes) == 1:  # the default depends on the layer
-            mixers["window"]["window"] = sizes.pop()
+        self._complete_windows()
         self.attention_without_rope = self.attention_without_rope or None
+
+    def _complete_windows(self):
+        """Save the defaults of windows, which depend on their layers, if they are the same in all of them."""
+        beside = [kind != ATTENTION and self.mixers[kind]["local_window"] for kind in self.mixer_types]
+        windows = [i for i, kind in enumerate(self.mixer_types) if kind == "window" or beside[i]]
+        options = {i: MIXERS["window"].options_of(self, i, beside[i]) for i in windows}
+        found = {
+            "window": {own.window for i, own in options.items() if not beside[i]},
+            "sinks": {own.sinks for own in options.values()},
+        }
+        self.mixers.get("window", {}).update({name: own.pop() for name, own in found.items() if len(own) == 1})
 
     @property
     def _is_frozen(self) -> bool:

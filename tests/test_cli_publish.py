@@ -82,7 +82,8 @@ def test_the_card_holds_the_measurements(folder):
     report = json.loads((folder / "report.json").read_text())
     stage = json.loads((folder / "align.json").read_text())
     probes = json.loads((folder / "eval" / "probes.json").read_text())
-    assert card.data.base_model == "me/teacher" and card.data.license == "apache-2.0" and "gka" in card.data.tags
+    assert card.data.base_model == "me/teacher" and card.data.license == "apache-2.0"
+    assert card.data.tags == ["hf_memmix", "gka", "linear-attention", "sliding-window-attention", "distillation"]
     assert card.data.eval_results[0].metric_value == round(report["student_ppl"], 3)
     expected = [
         f"| teacher | 2 of 2 | {report['teacher_ppl']:.2f} |",
@@ -98,6 +99,11 @@ def test_the_card_holds_the_measurements(folder):
     run = write_card(folder)
     assert run.exit_code == 1 and "exists" in run.output
     assert write_card(folder, "--overwrite").exit_code == 0
+    file = folder / "student" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mixer_types": ["window", "attention"]}))
+    assert write_card(folder, "--overwrite").exit_code == 0
+    tags = ModelCard.load(folder / "student" / "README.md").data.tags
+    assert tags == ["hf_memmix", "window", "sliding-window-attention", "distillation"]
     assert "probe" not in (folder / "student" / "README.md").read_text()
 
 

@@ -102,7 +102,7 @@ def student_card(
         pipeline_tag="text-generation",
         base_model=base_model,
         base_model_relation="finetune",
-        tags=["hf_memmix", *used, "linear-attention", "distillation"],
+        tags=["hf_memmix", *used, *_kinds_of_attention(used, config.get("mixers", {})), "distillation"],
         model_name=name,
         eval_results=[
             EvalResult(
@@ -220,6 +220,12 @@ def _recall(probes: dict | None) -> str:
         f"error over {settings.get('gain_error_over', 'answers')}).\n\n"
         f"{markdown_table(head, rows)}\n"
     )
+
+
+def _kinds_of_attention(used: list[str], mixers: dict) -> list[str]:
+    """The Hub's tags of memories and of windows, alone or beside a memory. mixers: the options by mixer."""
+    windows = "window" in used or any(mixers.get(kind, {}).get("local_window") for kind in used)
+    return ["linear-attention"] * (used != ["window"]) + ["sliding-window-attention"] * windows
 
 
 def _beside(mixers: dict, kind: str) -> str:

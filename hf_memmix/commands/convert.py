@@ -203,6 +203,7 @@ def _print_kinds(kinds: list[dict], counts: dict[str, int], several: bool) -> No
 
 
 def _print_estimate(result: dict) -> None:
+    from hf_memmix.conversion.layer_choice import layer_text
     from hf_memmix.conversion.records import bytes_text
 
     kinds = result["layers"]
@@ -213,9 +214,14 @@ def _print_estimate(result: dict) -> None:
         f"{len(kinds)} layers: {len(kinds) - len(kept)} become {become}, attention stays in {kept or 'no layer'}"
     )
     options = result["options"] if result["mixer"] is None else {"": result["options"]}
+    by_layer = result["windows"] if len(result["windows"]) > 1 else []
+    told = {"window", "sinks"} if by_layer else set()
     for mixer, own in options.items():
-        text = ", ".join(f"{name}={value}" for name, value in own.items())
+        text = ", ".join(f"{name}={value}" for name, value in own.items() if name not in told)
         out.print(f"{mixer}: {text}" if mixer else text, style="dim", highlight=False)
+    for row in by_layer:
+        text = f"layers {layer_text(row['layers'])}: window={row['window']}, sinks={row['sinks']}"
+        out.print(text, style="dim", highlight=False)
     sizes = Table("", "teacher", "student")
     sizes.add_row("parameters", *(f"{result['parameters'][name]:,}" for name in ("teacher", "student")))
     for row in result["state"]:

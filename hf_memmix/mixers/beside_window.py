@@ -43,8 +43,7 @@ class BesideWindow(MemoryMixer):
         nn.Module.__init__(self)
         self.layer_idx, self.joined_layers = memory.layer_idx, None
         self.memory = memory
-        own = {**config.mixers["window"], "window": memory.options.local_window}
-        self.window = WindowMixer(config, memory.layer_idx, own)
+        self.window = WindowMixer(config, memory.layer_idx, memory.options.local_window)
         self.m = nn.Parameter(torch.empty(self.window.hidden))
 
     # ---- what the classes of other mixers declare

@@ -8,6 +8,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import initialization as init
 
 from hf_memmix_kernels.rowwise import gated_norm
@@ -27,8 +28,11 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's forward: hooks, or a forward that offload replaced."""
-    return bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module)
+    """Whether a call of the module does more than its class's forward: hooks, also those of all modules, or a forward
+    that offload replaced.
+    """
+    own = module._forward_pre_hooks or module._forward_hooks or _has_any_global_hook()
+    return bool(own) or "forward" in vars(module)
 
 
 class ShortConvolution(nn.Module):

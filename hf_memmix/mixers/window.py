@@ -40,7 +40,8 @@ class WindowOptions(MixerOptions):
     Args:
         window: number of last tokens that a query reads, with its own. None: 512, or the sliding window of the layer's
             attention where it is shorter; a configuration holds the number if it is the same in all layers.
-        sinks: number of first tokens of the context that every query reads as well; 0 is none.
+        sinks: number of first tokens of the context that every query reads as well. None: 1, or 0 where the window is
+            the sliding window of the layer's attention, which does not read them. It is saved as `window` is.
         scale: factor of the scores; None is D^-1/2.
         softcap: the scores become softcap * tanh(scores / softcap), as in Gemma 2; None is no cap.
         sink_logits: one more logit per head in the softmax, which adds no value, as in GPT-OSS.
@@ -54,7 +55,7 @@ class WindowOptions(MixerOptions):
     """
 
     window: int | None = between(None, 1, LARGEST_WINDOW, f"number of tokens; the default is {DEFAULT_WINDOW}")
-    sinks: int = between(DEFAULT_SINKS, 0, 64, "number of first tokens that stay visible; 0 is none")
+    sinks: int | None = between(None, 0, 64, "number of first tokens that stay visible; 0 is none")
     scale: float | int | None = between(None, 1e-6, 1e3, "factor of the scores; None is 1 / sqrt(head size)")
     softcap: float | int | None = between(None, 1e-3, 1e6, "Gemma 2's is 50; None is no cap")
     sink_logits: bool = False
@@ -72,8 +73,14 @@ class WindowOptions(MixerOptions):
             raise UserError(f"local_window={self.local_window} is an option of memories; the size here is `window`")
 
     def validate_sinks(self):
-        if self.window is not None and self.sinks > self.window:
+        if None not in (self.window, self.sinks) and self.sinks > self.window:
             raise UserError(f"sinks={self.sinks} are more than window={self.window}; give at most the window")
+
+    def of_layer(self, own: int | None) -> "WindowOptions":
+        """These options with the defaults of a layer whose attention has a sliding window of `own` tokens, or none."""
+        window = min(DEFAULT_WINDOW, own or DEFAULT_WINDOW) if self.window is None else self.window
+        first = 0 if window == own else DEFAULT_SINKS
+        return dataclasses.replace(self, window=window, sinks=first if self.sinks is None else self.sinks)
 
 
 @register_mixer("window")
@@ -91,17 +98,16 @@ class WindowMixer(MemoryMixer):
     input_layers = ("q_proj", "k_proj", "v_proj")
     output_layers = ("g_proj",)
 
-    def __init__(self, config, layer_idx: int, options: dict | None = None):
+    def __init__(self, config, layer_idx: int, beside: int | None = None):
+        """`beside`: size of a window beside a memory."""
         super().__init__(config, layer_idx)
-        size = "mixers['window']['window']"
-        if options is not None:  # of a window beside a memory
-            self.options, size = WindowOptions.from_dict(options), "local_window"
-        options = self.options
+        self.options = options = self.options_of(config, layer_idx, beside)
         shape = AttentionShape.of(config, options.unshare_kv_heads)
         shape.check(self, MAX_HEAD_DIM)
         self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)
         own = window_of(config, layer_idx)
         if own is not None and options.window > own:
+            size = "local_window" if beside else "mixers['window']['window']"
             raise UserError(
                 f"window={options.window} is longer than the sliding window of the attention of layer {layer_idx},"
                 f" {own}; set {size} to at most {own}, or keep this layer as attention"
@@ -123,12 +129,11 @@ class WindowMixer(MemoryMixer):
             self.sink_logits = nn.Parameter(torch.empty(self.heads))
 
     @classmethod
-    def options_of(cls, config, layer_idx):
+    def options_of(cls, config, layer_idx, beside: int | None = None):
         options = super().options_of(config, layer_idx)
-        if options.window is None:
-            shorter = min(DEFAULT_WINDOW, window_of(config, layer_idx) or DEFAULT_WINDOW)
-            options = dataclasses.replace(options, window=shorter)
-        return options
+        if beside:
+            options = dataclasses.replace(options, window=beside)
+        return options.of_layer(window_of(config, layer_idx))
 
     def project(self, x, rotary):
         if self.use_rope and rotary is None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli_runner import memmix
+from hf_memmix.backbones import window_of
 from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.convert import convert_to_folder
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
@@ -159,6 +160,23 @@ def test_the_default_window_is_not_longer_than_that_of_the_attention(tmp_path):
     for wrong in ({"window": 7}, {"mixer": "gka", "local_window": 7}):
         with pytest.raises(ValueError, match=f"{[*wrong][-1]}.* at most 6"):
             convert_model(teacher, **wrong)
+
+
+@pytest.mark.parametrize("model_type", sorted(name for name, row in FAMILIES.items() if row.window))
+def test_a_sliding_window_starts_equal_to_its_attention(model_type):
+    """Beyond it, too: the first token, which it does not read, is visible in other layers only."""
+    teacher = tiny_teacher(model_type, layers=4, sliding_window=6)
+    slides = [window_of(teacher.config, i) is not None for i in range(4)]
+    student = convert_model(teacher)
+    ids = IDS.reshape(1, -1)  # four times as long
+    torch.testing.assert_close(student(input_ids=ids).logits, teacher(input_ids=ids).logits)
+    firsts = [mixer.options.sinks for mixer in memory_mixers(student).values()]
+    assert firsts == [0 if own else 1 for own in slides]
+    assert student.config.mixers["window"]["sinks"] == (firsts[0] if len({*firsts}) == 1 else None)
+    if all(slides):  # a shorter window has the first token
+        shorter, beside = convert_model(teacher, window=5), convert_model(teacher, "gka", local_window=6)
+        assert [model.config.mixers["window"]["sinks"] for model in (shorter, beside)] == [1, 0]
+        assert {mixer.window.options.sinks for mixer in memory_mixers(beside).values()} == {0}
 
 
 def test_bad_keep_is_refused():

@@ -124,6 +124,16 @@ def test_command_needs_config_alone_and_writes_nothing(tmp_path):
     assert run.exit_code == 1 and "--out" in run.output
 
 
+def test_windows_that_differ_are_told_by_layer(tmp_path):
+    tiny_teacher("gpt_oss", layers=4, sliding_window=6).config.save_pretrained(tmp_path)
+    command = ["convert", "--teacher", tmp_path, "--dry-run"]
+    windows = [{"window": 6, "sinks": 0, "layers": [0, 2]}, {"window": 512, "sinks": 1, "layers": [1, 3]}]
+    assert result_of(memmix(*command, "--json"))["windows"] == windows
+    for more, count in (([], 2), (["--keep-layers", "0,2"], 1)):
+        printed = memmix(*command, *more).stdout
+        assert "=None, sinks" not in printed and printed.count("sinks=") == count, printed
+
+
 def test_options_of_recipes_are_planned_saved_and_loaded(tmp_path):
     """The dry run counts what the student has, and the loaded student computes and generates the same."""
     teacher, ids = tiny_teacher("qwen2", layers=4), torch.randint(3, 64, (2, 9))

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import DynamicCache, StaticCache
 
 from core.checks import left_padded, positions_of
@@ -118,11 +119,12 @@ def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch)
 
     plain, _ = outputs()
     inner = [child for child in layer.modules() if isinstance(child, (torch.nn.Linear, ShortConvolution))]
-    for child in inner:
-        handle = child.register_forward_hook(scaled)
+    hooks = [child.register_forward_hook for child in inner]
+    for register in [*hooks, register_module_forward_hook]:  # the last one hooks all modules
+        handle = register(scaled)
         steps, whole = outputs()
         handle.remove()
-        assert_same(steps, whole, type(child).__name__, tolerance=1e-3)
+        assert_same(steps, whole, str(register), tolerance=1e-3)
         assert (steps - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
@@ -154,9 +156,10 @@ def test_a_layers_step_in_one_call(options, dtype, monkeypatch):
     for name, state in states.items():
         assert_same(state.double(), after[name].double(), name, tolerance=bound)
     for child in layer.children():
-        handle = child.register_forward_hook(scaled)
-        assert layer.layer_step(*tokens[0], states) is None
-        handle.remove()
+        for register in (child.register_forward_hook, register_module_forward_pre_hook):
+            handle = register(lambda *_: None)
+            assert layer.layer_step(*tokens[0], states) is None
+            handle.remove()
         weight = child.weight
         del child.weight  # as `prune.remove` and `remove_parametrizations` do: the bias is the first parameter then
         child.weight = weight

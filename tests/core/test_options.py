@@ -231,7 +231,7 @@ BAD = {
     "sketch_dim": (0, -1, 2.5, "half"),
     "window": (0, 65537, 2.5, True),
     "local_window": (-1, 65537, 2.5, None, True),
-    "sinks": (-1, 65, 2.5, None),
+    "sinks": (-1, 65, 2.5),
     "scale": (0, -1.0, math.inf, math.nan, "x"),
     "softcap": (0, -1.0, math.inf, math.nan),
 }

@@ -116,6 +116,10 @@ MORE_BACKBONES = {
 # the options that recipes of others have
 _OPTIONS = {"window": {"output_gate": True, "qk_norm": "head"}, "gka": {"unshare_kv_heads": True}}
 RECIPES = {"recipe": Case(("window", _KEPT, "gka", _KEPT), prompts=("few",), options=_OPTIONS, without_rope=(3,))}
+# as GPT-OSS converts without options: windows of two sizes, and both kinds of attention in the layers that keep it
+RECIPES["two_windows"] = Case(
+    ("window", "window", _KEPT, _KEPT), family="gpt_oss", prompts=("few",), options={"window": {"window": None}}
+)
 CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES | RECIPES
 # the bundled model, which has a tokenizer
 ASSET = "tiny_gka"

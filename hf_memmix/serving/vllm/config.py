@@ -5,6 +5,7 @@ import copy
 import torch
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from ...backbones import window_of
 from ...configuration_memmix import MemMixConfig
 from ...mixers import ATTENTION, MemoryMixer, new_layer
 from ..families import refusal_of_serving
@@ -81,7 +82,9 @@ def original_config(hf_config) -> MemMixConfig:
 
 
 def mixers_of(config) -> list[MemoryMixer]:
-    """One mixer of each kind that the configuration has, without memory for its parameters."""
-    first = {kind: i for i, kind in reversed(list(enumerate(config.mixer_types))) if kind != ATTENTION}
+    """One mixer of each kind that the configuration has, without memory for its parameters. In a backbone where some
+    layers have a sliding window, windows are of two kinds.
+    """
+    kinds = {(kind, window_of(config, i)): i for i, kind in enumerate(config.mixer_types) if kind != ATTENTION}
     with torch.device("meta"):
-        return [new_layer(kind, config, i) for kind, i in first.items()]
+        return [new_layer(kind, config, i) for (kind, _), i in kinds.items()]

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from hf_memmix_kernels import chunk_gated_delta, gated_delta_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
+from hf_memmix_kernels.gated_delta.arguments import Gates
+from hf_memmix_kernels.gated_delta.layer import gated_delta_layer_step
 
 from ..padding import before_the_end
 from .half_lives import half_lives
 from .heads import HeadsMixer, HeadsOptions
+from .layer_step import parameters_of
 from .layers import at_least_fp32, init_decay, init_layers
 from .options import mixer_options
 
@@ -46,6 +49,9 @@ class DeltaRuleMixer(HeadsMixer):
 
     fp32_parameters = no_weight_decay = ("A_log", "dt_bias")
     max_head_dim: ClassVar[int] = MAX_HEAD_DIM
+    # linear layers, one after the other, whose output x gives `log_decay`: -e^A_log softplus(x + dt_bias). Without
+    # them the layer has no `layer_step`
+    decay_layers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -83,6 +89,15 @@ class DeltaRuleMixer(HeadsMixer):
         q, k, v = self.heads_step(tokens, states, state_indices)
         gates, where = (tokens["log_decay"], tokens["beta"]), {"state_indices": state_indices}
         return gated_delta_step(q, k, v, *gates, states["S"], scale=self._scale(), **where)
+
+    def layer_step(self, x, rotary, states):
+        layer = self.layer_around(x, rotary, states) if self.decay_layers else None
+        found = None if layer is None else parameters_of(self, (*self.decay_layers, "b_proj"))
+        if found is None or found[1] != [None] * len(found[1]):
+            return None
+        weights = [None] * (3 - len(found[0])) + found[0]
+        gates = Gates(*weights, self.dt_bias, self.A_log, 2.0 if self.plain["negative_eigenvalues"] else 1.0)
+        return gated_delta_layer_step(layer, gates, states["S"], scale=self._scale())
 
     def state_shapes(self, batch, dtype=torch.float32):
         memory = (batch, self.heads, self.key_dim, self.head_dim), torch.promote_types(dtype, torch.float32)

@@ -37,6 +37,7 @@ class GatedDeltaMixer(DeltaRuleMixer):
     )
     options_class = GatedDeltaOptions
     kept_bytes = KeptBytes(6, queries=18, keys=10, heads=14)  # counted from what its op keeps
+    decay_layers = ("a_proj",)
     steering_layers = ("a_proj", "b_proj")
     input_layers = (*HeadsMixer.input_layers, "a_proj", "b_proj")
     head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj")

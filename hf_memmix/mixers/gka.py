@@ -18,6 +18,8 @@ from transformers import initialization as init
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gka import gates_of_products, gates_of_token
+from hf_memmix_kernels.gka.arguments import Gates, Solver
+from hf_memmix_kernels.gka.layer import gka_layer_step
 from hf_memmix_kernels.gka.op import sketched
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 from hf_memmix_kernels.rowwise import decay
@@ -28,6 +30,7 @@ from .base import register_mixer
 from .half_lives import half_lives
 from .heads import HeadsMixer, HeadsOptions
 from .kept_bytes import KeptBytes
+from .layer_step import parameters_of
 from .layers import at_least_fp32, has_hooks, init_decay, init_layers
 from .options import LARGEST_CHUNK, between, checked, mixer_options
 from .ranks import decayed_sum
@@ -206,6 +209,19 @@ class GKAMixer(HeadsMixer):
         gates = tokens["log_decay"], tokens.get("alpha"), tokens.get("beta")
         memory = (states["H"], states["U"])
         return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())
+
+    def layer_step(self, x, rotary, states):
+        options = self.plain
+        gated = options["use_decay"] and options["use_beta"] and options["use_alpha"]
+        layer = self.layer_around(x, rotary, states) if gated and options["sketch_dim"] is None else None
+        found = None if layer is None else parameters_of(self, GATES)
+        if found is None:
+            return None
+        weights, biases = found
+        gates = Gates(x, *weights, *biases, self.dt_bias, self.A_log, BETA_EPS)
+        scale = self.head_dim**-0.5 if options["use_o_norm"] else 1.0
+        solver = Solver(list(options["solver_phases"].values()), options["ridge"], scale)
+        return gka_layer_step(layer, gates, (states["H"], states["U"]), solver)
 
     def state_shapes(self, batch, dtype=torch.float32):
         sizes, fp32 = {"H": self.state_dim, "U": self.head_dim}, torch.promote_types(dtype, torch.float32)

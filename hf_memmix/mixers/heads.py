@@ -17,6 +17,7 @@ from hf_memmix_kernels.short_conv import Convolution, prompt_heads, runs_prompt_
 from ..backbones import layer_rotates
 from ..errors import UserError
 from .base import AttentionShape, MemoryMixer
+from .layer_step import layer_around
 from .layers import CONV_ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
 from .options import MixerOptions, conv_size, mixer_options, norm_eps, one_of
 from .tp_plan import heads_plan
@@ -69,6 +70,7 @@ class HeadsMixer(MemoryMixer):
     output_layers: ClassVar[tuple[str, ...]] = ("g_proj",)
     head_parameters: ClassVar[tuple[str, ...]]  # names of the subclass's layers and parameters with one row per head
     kv_head_parameters: ClassVar[tuple[str, ...]] = ()  # names of those with one row per key/value head
+    gate_layers: ClassVar[tuple[str, ...]] = ("g_proj",)  # of the output gate, one after the other
     gate_activation: ClassVar[str] = "silu"  # a key of rowwise.ACTIVATIONS
 
     def __init__(self, config, layer_idx: int):
@@ -225,6 +227,12 @@ class HeadsMixer(MemoryMixer):
             return None
         q, k, v = (*outputs, tokens["v"])[:3]
         return self._key_heads(q), self._key_heads(k), _by_heads(v, self.head_dim)
+
+    def layer_around(self, x, rotary, states):
+        """What lies around the memory for `layer_step`, or None."""
+        gate = self.gate_layers if self.plain["use_gate"] else ()
+        options = {"unit_eps": UNIT_EPS, "activation": self.gate_activation}
+        return layer_around(self, x, rotary, states, gate, **options)
 
     def readout(self, y, x, tokens=None):
         gate = self.output_product("g_proj", x, tokens).view(y.shape) if self.plain["use_gate"] else None

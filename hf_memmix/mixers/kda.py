@@ -38,6 +38,7 @@ class KDAMixer(DeltaRuleMixer):
     )
     options_class = KDAOptions
     kept_bytes = KeptBytes(6, queries=32, keys=10, heads=8)  # counted from what its op keeps
+    decay_layers, gate_layers, gate_activation = ("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj"), "sigmoid"
     steering_layers = ("f_a_proj", "f_b_proj", "b_proj")
     input_layers = (*HeadsMixer.input_layers, "f_a_proj", "b_proj")
     output_layers = ("g_a_proj",)

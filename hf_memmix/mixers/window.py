@@ -18,19 +18,21 @@ from transformers import initialization as init
 from hf_memmix_kernels import chunk_window, window_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.rowwise import rotate
-from hf_memmix_kernels.window import Layer, Sizes, runs_layer_step, window_layer_step, window_state_shapes
+from hf_memmix_kernels.window import window_state_shapes
+from hf_memmix_kernels.window.arguments import Sizes
+from hf_memmix_kernels.window.layer import window_layer_step
 
 from ..backbones import backbone_of, layer_rotates, window_of
 from ..errors import UserError
 from ..mixer_names import DEFAULT_SINKS, DEFAULT_WINDOW
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
-from .layers import QK_NORMS, ROPE_LAYOUTS, RMSNorm, has_hooks, init_layers, one_angle_per_pair
+from .layer_step import layer_around
+from .layers import QK_NORMS, ROPE_LAYOUTS, RMSNorm, init_layers, one_angle_per_pair
 from .options import LARGEST_WINDOW, MixerOptions, between, mixer_options, norm_eps, one_of
 from .tp_plan import heads_plan
 
 STATES = ("k", "v", "seen")
-PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
 
 
 @mixer_options
@@ -174,25 +176,13 @@ class WindowMixer(MemoryMixer):
 
     def layer_step(self, x, rotary, states):
         options = self.plain
-        if not runs_layer_step(x) or self.joined_layers is not None or options["output_gate"]:
+        if options["output_gate"] or (options["qk_norm"] is not None and self.norm_last):
             return None
-        normed = options["qk_norm"] is not None
-        if (normed and (options["qk_norm"] == "full" or self.norm_last)) or (self.use_rope and rotary is None):
+        layer = layer_around(self, x, rotary, states)
+        if layer is None:
             return None
-        found = self._modules  # quicker than attributes
-        layers, norms = [found[name] for name in PROJECTIONS], [found[name] for name in NORMS] if normed else []
-        for layer in (*layers, *norms):
-            if type(layer) not in (nn.Linear, RMSNorm) or has_hooks(layer):
-                return None
-        angles = [one_angle_per_pair(t, options["rope_layout"]) for t in rotary] if self.use_rope else (None, None)
-        try:  # by name: pruning and parametrizations that are removed leave them in another order
-            weights, biases = ([layer._parameters[name] for layer in layers] for name in ("weight", "bias"))
-        except KeyError:  # a plain tensor in the place of a parameter
-            return None
-        norms = [norm.weight for norm in norms] or (None, None)
         scale = self.head_dim**-0.5 if options["scale"] is None else options["scale"]
         sizes = Sizes(options["window"], options["sinks"], scale, options["softcap"])
-        layer = Layer(x, weights, biases, norms, *angles, options["norm_eps"])
         state = tuple([states[name] for name in STATES])
         return window_layer_step(layer, state, sizes, self.sink_logits if options["sink_logits"] else None)
 

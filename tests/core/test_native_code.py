@@ -128,17 +128,22 @@ def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch)
         assert (steps - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
-OF_A_WINDOW = [options for mixer, options in VARIANTS if mixer == "window"]
-ALL = {"use_rope": True, "qk_norm": "head", "sink_logits": True, "qkv_bias": True, "o_bias": True, "softcap": 2.0}
+IN_ONE_CALL = ("window", "gated_delta", "kda", "gka")
+ALL = {"use_rope": True, "qk_norm": "head", "qkv_bias": True, "o_bias": True}
+LAYERS = [
+    *[row for row in VARIANTS if row[0] in IN_ONE_CALL],
+    ("window", ALL | {"sink_logits": True, "softcap": 2.0}),
+    *[(mixer, ALL | {"gate_bias": True}) for mixer in IN_ONE_CALL if mixer != "window"],
+]
 
 
 @torch.no_grad()
 @both_dtypes
-@pytest.mark.parametrize("options", [*OF_A_WINDOW, ALL], ids=str)
-def test_a_layers_step_in_one_call(options, dtype, monkeypatch):
-    """Outputs and states of one sequence equal those of float64, far beyond the window; hooks keep a layer from it."""
+@pytest.mark.parametrize(("mixer", "options"), LAYERS, ids=str)
+def test_a_layers_step_in_one_call(mixer, options, dtype, monkeypatch):
+    """Outputs and states of one sequence equal those of float64, far beyond a window; hooks keep a layer from it."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
-    layer, x, rotary = made("window", options)
+    layer, x, rotary = made(mixer, options)
     for parameter in layer.parameters():
         if parameter.ndim == 1:  # biases, norms and logits
             parameter.add_(torch.randn_like(parameter) / 2)
@@ -147,8 +152,9 @@ def test_a_layers_step_in_one_call(options, dtype, monkeypatch):
     exact, states = copy.deepcopy(layer).double(), layer.initial_states(1, "cpu", dtype)
     tokens = [(x[:, t : t + 1], tuple(angle[:, t : t + 1] for angle in rotary)) for t in range(x.shape[1])]
     found = [layer.layer_step(*token, states) for token in tokens]
-    if options.get("qk_norm") == "full" or options.get("output_gate"):
-        assert found == [None] * len(found) and not states["seen"].any()
+    gated = mixer != "gka" or all(options.get(f"use_{gate}", True) for gate in ("decay", "beta", "alpha"))
+    if not gated or any(options.get(name) for name in ("output_gate", "local_window", "sketch_dim")):
+        assert found == [None] * len(found) and not any(state.any() for state in states.values())
         return
     y, after = exact.scan(exact.project(x.double(), tuple(angle.double() for angle in rotary)), None)
     bound = BOUNDS[dtype] / 3

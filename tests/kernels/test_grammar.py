@@ -12,7 +12,7 @@ import hf_memmix_kernels
 ROOT = Path(hf_memmix_kernels.__file__).parent
 OPS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
 FILES = ("README.md", "naive.py", "op.py", "torch_path.py", "launch.py", "kernels/__init__.py")
-OPTIONAL = ("arguments.py", "native_path.py", "sizes.py")  # what they hold is the same in every folder
+OPTIONAL = ("arguments.py", "layer.py", "native_path.py", "sizes.py")  # what they hold is the same in every folder
 LONGEST = 400  # lines
 MOST_ARGUMENTS = 12  # arguments of a kernel without its constants; a tuple of tensors counts as one
 # groups of every op, some of which kernels hand on without unpacking them: kernels/README.md

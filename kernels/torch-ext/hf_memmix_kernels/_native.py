@@ -38,6 +38,7 @@ FLAGS = (
 TARGETS = (("-march=native",), ())
 # keys of /proc/cpuinfo, in lower case: x86, Arm, POWER, s390x and RISC-V
 PROCESSOR_LINES = {"model name", "flags", "features", "cpu implementer", "cpu part", "cpu", "machine", "isa", "uarch"}
+ACTIVATIONS = (None, "silu", "gelu", "sigmoid")  # in the order of native.h
 THREAD_WORK = 2_000_000  # operations from which a second thread is worth its start (about 0.1 ms)
 
 logger = logging.getLogger(__name__)

@@ -80,6 +80,16 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 static inline float silu(float x) { return x * sigmoid(x); }
 
+enum class Activation : int64_t { NONE, SILU, GELU, SIGMOID };  // _native.ACTIVATIONS
+static inline float activate(float x, int64_t activation) {
+    switch (Activation(activation)) {
+        case Activation::SILU: return silu(x);
+        case Activation::GELU: return 0.5f * x * (1 + std::erf(x * 0.70710678f));
+        case Activation::SIGMOID: return sigmoid(x);
+        default: return 1.0f;
+    }
+}
+
 // numbers that are computed together, as many as a register holds; memory need not be aligned
 #ifdef __AVX512F__
 constexpr int LANES = 16;
@@ -155,8 +165,8 @@ INLINE void over_rows(int count, Body body) {
 
 // `finish(row, w x + bias)` for all rows of w [rows, D]; bias [rows] may be null. Eight rows at once use more of the memory's
 // bandwidth than one.
-template <class T, class Finish>
-INLINE void products(const T* w, const T* bias, const T* x, int64_t rows, int64_t D, Finish finish) {
+template <class T, class X, class Finish>
+INLINE void products(const T* w, const T* bias, const X* x, int64_t rows, int64_t D, Finish finish) {
     const auto part = [&](int64_t first, auto count) __attribute__((always_inline)) {
         Sum sum[8];
         over_columns(int(D), [&](int i, auto kind) __attribute__((always_inline)) {
@@ -168,6 +178,11 @@ INLINE void products(const T* w, const T* bias, const T* x, int64_t rows, int64_
     int64_t row = 0;
     for (; row + 8 <= rows; row += 8) part(row, std::integral_constant<int, 8>());
     for (; row < rows; ++row) part(row, std::integral_constant<int, 1>());
+}
+
+template <class T>
+static inline const T* as(const void* at) {
+    return static_cast<const T*>(at);
 }
 
 // Where the state of row b begins: in its page, or in row b if there are no pages.
@@ -186,12 +201,23 @@ static inline void rotate_head(float* z, const T* cos, const T* sin, int64_t pai
     }
 }
 
-// y = R z / (|R z| + eps) of one head. z is overwritten.
+// y = z / (|z| + eps) of one head
 template <class T>
-static inline void unit_head(float* z, const T* cos, const T* sin, T* y, int64_t D, int64_t pairs, float eps) {
-    rotate_head(z, cos, sin, pairs);
+static inline void unit(const float* z, T* y, int64_t D, float eps) {
     float square = 0;
     for (int64_t i = 0; i < D; ++i) square += z[i] * z[i];
     const float size = std::sqrt(square) + eps;
     for (int64_t i = 0; i < D; ++i) store(y[i], z[i] / size);
+}
+
+// z [channels] of a token to sum_j taps_j window_j, whose last input is z itself; past [channels, count - 1] moves on.
+template <class T>
+static inline void convolve(const T* taps, T* past, float* z, int64_t channels, int64_t count) {
+    for (int64_t c = 0; c < channels; ++c, taps += count, past += count - 1) {
+        float sum = load(taps[count - 1]) * z[c];
+        for (int64_t j = 0; j < count - 1; ++j) sum += load(taps[j]) * load(past[j]);
+        for (int64_t j = 0; j < count - 2; ++j) past[j] = past[j + 1];
+        store(past[count - 2], z[c]);
+        z[c] = sum;
+    }
 }

@@ -18,6 +18,24 @@ class Inputs(NamedTuple):
     scale: float
 
 
+class Gates(NamedTuple):
+    """Of a layer's decode step: what the decays and the write strength are computed from.
+
+    Attributes:
+        down, up: weights of the decays, [H or H K, hidden] after None, or [H or H K, rank] after [rank, hidden].
+        beta: weights of the write strength [H, hidden].
+        dt_bias, A_log: see `rowwise.decay`: [H or H K] and [H].
+        strength: beta is strength * sigmoid.
+    """
+
+    down: Tensor | None
+    up: Tensor
+    beta: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    strength: float
+
+
 class Upstream(NamedTuple):
     """The gradients of the results."""
 

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "../native.h"
+#include "../layer.h"
 
 namespace {
 
@@ -335,4 +335,41 @@ EXPORT void gka_gates(const void* x, const void* const* weights, const void* con
         gates<float>(static_cast<const float*>(x), reinterpret_cast<const float* const*>(weights),
                      reinterpret_cast<const float* const*>(biases), dt_bias, A_log, results, batch, hidden, heads,
                      beta_eps);
+}
+
+namespace {
+
+// What a layer's decode step reads beside `Layer`: weights and biases of the gates as in `gka_gates`, states H and U
+// [heads, D, D], and the solver. FIELDS of native_path.py has the same fields.
+struct Ridge {
+    const void *weights[3], *biases[3];
+    const float *dt_bias, *A_log;
+    float *h, *u;
+    const float* steps;
+    const int64_t* phases;
+    int64_t phase_count, kv_heads;
+    float beta_eps, ridge, scale;
+};
+
+template <class T>
+void layer(const Layer& l, const Ridge& r) {
+    const int64_t starts[] = {0, 1}, heads = l.rows[0] / l.D;
+    Floats q(l.rows[0]), k(l.rows[1]), v(l.rows[2]), o(l.rows[0]), log_decay(heads), beta(heads), alpha(heads);
+    project<T>(l, 0, q.data());
+    project<T>(l, 1, k.data());
+    project<T>(l, 2, v.data());
+    float* const results[] = {log_decay.data(), beta.data(), alpha.data()};
+    gates<T>(as<T>(l.x), reinterpret_cast<const T* const*>(r.weights), reinterpret_cast<const T* const*>(r.biases),
+             r.dt_bias, r.A_log, results, 1, l.hidden, heads, r.beta_eps);
+    gka_tokens(q.data(), k.data(), v.data(), log_decay.data(), alpha.data(), beta.data(), r.h, r.u, nullptr, 0, 0,
+               o.data(), nullptr, starts, r.steps, r.phases, r.phase_count, heads, r.kv_heads, l.D, l.D, r.ridge,
+               r.scale, 0, heads);
+    read_out<T>(l, o.data());
+}
+
+}  // namespace
+
+// One token of one sequence.
+EXPORT void gka_layer(const Layer* l, const Ridge* r, int64_t in_bf16) {
+    in_bf16 ? layer<bf16>(*l, *r) : layer<float>(*l, *r);
 }

@@ -1,11 +1,13 @@
-"""The native path, for a CPU: forward, backward, the decode step and its gates, by native.cpp."""
+"""The native path, for a CPU: forward, backward, the decode step, its gates and a layer around it, by native.cpp."""
 
 import ctypes
 import functools
+import struct
 
 import torch
 from torch import Tensor
 
+from .._layer_step import NativeLayer
 from .._native import (
     INTEGER,
     POINTER,
@@ -26,6 +28,7 @@ from .schedule import gradient_phases, richardson_steps
 TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
 GRADIENTS = (*[POINTER] * 23, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
 GATES = (*[POINTER] * 6, *[INTEGER] * 3, REAL, INTEGER)
+FIELDS = struct.Struct("12P2q3f")
 
 
 @functools.cache
@@ -116,3 +119,16 @@ def gates_of_token_native(library: ctypes.CDLL, gates: Gates) -> tuple[Tensor, .
         x.shape[0], hidden, heads, gates.beta_eps, x.dtype == torch.bfloat16,
     )  # fmt: skip
     return results
+
+
+def gka_layer_native(layer: NativeLayer, gates: Gates, states: States, solver: Solver) -> Tensor:
+    """See `layer.gka_layer_step`."""
+    (phases, ridge, scale), (steps, counts) = solver, _schedule(tuple(solver.phases), solver.ridge)
+    dt_bias, A_log = dense(gates.dt_bias), dense(gates.A_log)
+    tensors = (*gates[1:7], dt_bias, A_log, *states, steps, counts)
+    fields = FIELDS.pack(
+        *[0 if t is None else t.data_ptr() for t in tensors], len(phases), layer.kv_heads, gates.beta_eps, ridge, scale
+    )
+    function(layer.library, "gka_layer", (POINTER, POINTER, INTEGER))(layer.fields, fields, layer.in_bf16)
+    changed(*states)
+    return layer.out

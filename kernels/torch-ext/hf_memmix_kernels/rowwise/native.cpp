@@ -4,13 +4,6 @@
 
 namespace {
 
-enum Activation { NONE, SILU, GELU };  // native_path.ACTIVATIONS
-
-inline float activate(float x, int64_t activation) {
-    if (activation == SILU) return silu(x);
-    return activation == GELU ? 0.5f * x * (1 + std::erf(x * 0.70710678f)) : 1.0f;
-}
-
 inline float cut(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
 
 // without `eps` only the rotation
@@ -22,12 +15,11 @@ void turned(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t
     for (int64_t row = first * heads; row < last * heads; ++row, x += D, y += D) {
         for (int64_t i = 0; i < D; ++i) head[i] = load(x[i]);
         const int64_t angle = row / heads * pairs;
-        if (eps) {
-            unit_head(head.data(), cos + angle, sin + angle, y, D, pairs, *eps);
-            continue;
-        }
         rotate_head(head.data(), cos + angle, sin + angle, pairs);
-        for (int64_t i = 0; i < D; ++i) store(y[i], head[i]);
+        if (eps)
+            unit(head.data(), y, D, *eps);
+        else
+            for (int64_t i = 0; i < D; ++i) store(y[i], head[i]);
     }
 }
 

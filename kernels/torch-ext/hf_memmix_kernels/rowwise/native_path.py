@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows
+from .._native import ACTIVATIONS, INTEGER, POINTER, REAL, address, dense, function, over_rows
 
-ACTIVATIONS = (None, "silu", "gelu")  # in the order of native.cpp
 HEADS = (*[POINTER] * 4, *[INTEGER] * 3, POINTER, *[INTEGER] * 3)
 DECAY = (*[POINTER] * 5, INTEGER, INTEGER, REAL, REAL, REAL)
 NORM = (*[POINTER] * 4, *[INTEGER] * 2, REAL, *[INTEGER] * 2, REAL, REAL, *[INTEGER] * 3)

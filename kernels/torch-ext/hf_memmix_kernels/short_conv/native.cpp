@@ -10,17 +10,12 @@ void step(const T* x, const T* weight, const T* bias, T* state, const int64_t* p
           int64_t channels, int64_t taps, bool activate, float limit) {
     std::vector<float> sums(channels);
     for (int64_t b = 0; b < batch; ++b, x += channels, y += channels) {
-        T* past = page(state, pages, stride, b);
-        for (int64_t c = 0; c < channels; ++c, past += taps - 1) {
-            const float now = load(x[c]), cut = now < -limit ? -limit : now > limit ? limit : now;
-            const T* w = weight + c * taps;
-            float z = bias ? load(bias[c]) : 0.0f;
-            for (int64_t j = 0; j < taps - 1; ++j) z += load(w[j]) * load(past[j]);
-            z += load(w[taps - 1]) * cut;
-            for (int64_t j = 0; j < taps - 2; ++j) past[j] = past[j + 1];
-            store(past[taps - 2], cut);
-            sums[c] = z;
+        for (int64_t c = 0; c < channels; ++c) {
+            const float now = load(x[c]);
+            sums[c] = now < -limit ? -limit : now > limit ? limit : now;
         }
+        convolve(weight, page(state, pages, stride, b), sums.data(), channels, taps);
+        for (int64_t c = 0; bias && c < channels; ++c) sums[c] += load(bias[c]);
         // a loop of its own, which the compiler vectorises
         for (int64_t c = 0; c < channels; ++c) store(y[c], activate ? silu(sums[c]) : sums[c]);
     }
@@ -40,7 +35,8 @@ void heads(T* const* x, T* const* weight, T* const* state, T* const* y, const in
             for (int64_t c = 0; c < channels[part]; c += D[part]) {
                 T* to = y[part] + b * channels[part] + c;
                 for (int64_t i = 0; i < D[part]; ++i) head[i] = load(to[i]);
-                unit_head(head.data(), cos + b * pairs, sin + b * pairs, to, D[part], pairs, eps);
+                rotate_head(head.data(), cos + b * pairs, sin + b * pairs, pairs);
+                unit(head.data(), to, D[part], eps);
             }
     }
 }

@@ -57,23 +57,3 @@ class Sizes(NamedTuple):
     sinks: int
     scale: float
     softcap: float | None
-
-
-class Layer(NamedTuple):
-    """The token of a decode step before its projections, and what the layer around the window computes.
-
-    Attributes:
-        x: the layer's input [1, 1, hidden].
-        weights, biases: of the projections of q, k, v and of the output, as in nn.Linear; a bias may be None.
-        norms: weights [D] of the RMSNorms of q's and k's heads before the rotation; None for none.
-        cos, sin: [1, 1, r] with 2 r <= D, see `rowwise.rotate`; None for no rotation.
-        eps: of the norms.
-    """
-
-    x: Tensor
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
-    norms: tuple[Tensor | None, Tensor | None]
-    cos: Tensor | None
-    sin: Tensor | None
-    eps: float

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../native.h"
+#include "../layer.h"
 
 namespace {
 
@@ -130,49 +130,15 @@ void step(const Ring& r, int64_t first, int64_t last) {
     }
 }
 
-// Weights of q, k, v [heads D, hidden] and of the output [width, heads D], biases and norms of q and k [D], which may be
-// null, and angles [pairs], for the token x [hidden]. native_path.py has the same fields.
-struct Layer {
-    const void *x, *weights[4], *biases[4], *norms[2], *cos, *sin;
-    void* out;
-    int64_t hidden, width, pairs;
-    float eps;
-};
-
-template <class T>
-const T* as(const void* at) {
-    return static_cast<const T*>(at);
-}
-
-// q, k or v of the token; q and k get a norm per head and a rotation.
-template <class T>
-void project(const Layer& l, int part, int64_t heads, int64_t D, T* to) {
-    Floats z(heads * D);
-    products(as<T>(l.weights[part]), as<T>(l.biases[part]), as<T>(l.x), heads * D, l.hidden,
-             [&](int64_t row, float y) { z[row] = y; });
-    for (int64_t head = 0; part < 2 && head < heads; ++head) {
-        float *at = &z[head * D], square = 0;
-        if (const T* norm = as<T>(l.norms[part])) {
-            for (int64_t i = 0; i < D; ++i) square += at[i] * at[i];
-            const float scale = 1 / std::sqrt(square / D + l.eps);
-            for (int64_t i = 0; i < D; ++i) at[i] *= scale * load(norm[i]);
-        }
-        rotate_head(at, as<T>(l.cos), as<T>(l.sin), l.pairs);
-    }
-    for (int64_t i = 0; i < heads * D; ++i) store(to[i], z[i]);
-}
-
 template <class T>
 void layer(const Layer& l, Ring r) {
-    std::vector<T> q(r.heads * r.D), k(r.kv_heads * r.D), v(r.kv_heads * r.D), o(r.heads * r.D);
-    project(l, 0, r.heads, r.D, q.data());
-    project(l, 1, r.kv_heads, r.D, k.data());
-    project(l, 2, r.kv_heads, r.D, v.data());
+    std::vector<T> q(l.rows[0]), k(l.rows[1]), v(l.rows[2]), o(l.rows[0]);
+    project<T>(l, 0, q.data());
+    project<T>(l, 1, k.data());
+    project<T>(l, 2, v.data());
     r.q = q.data(), r.k = k.data(), r.v = v.data(), r.o = o.data();
     step<T>(r, 0, r.kv_heads);
-    T* out = static_cast<T*>(l.out);
-    products(as<T>(l.weights[3]), as<T>(l.biases[3]), o.data(), l.width, r.heads * r.D,
-             [&](int64_t row, float y) { store(out[row], y); });
+    read_out<T>(l, o.data());
 }
 
 }  // namespace

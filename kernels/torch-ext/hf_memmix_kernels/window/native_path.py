@@ -6,8 +6,9 @@ import functools
 import torch
 from torch import Tensor
 
+from .._layer_step import NativeLayer
 from .._native import INTEGER, POINTER, REAL, address, changed, dense, function, over_rows, pages_of
-from .arguments import Layer, Sizes, States, Tokens
+from .arguments import Sizes, States, Tokens
 
 FIELDS = ("q", "k", "v", "sink_logits", "keys", "values", "seen", "pages", "o")
 SIZES = ("keys_step", "values_step", "seen_step", "heads", "kv_heads", "D", "window", "sinks")
@@ -17,14 +18,6 @@ class _Ring(ctypes.Structure):
     _fields_ = (
         *[(name, POINTER) for name in FIELDS], *[(name, INTEGER) for name in SIZES],
         ("scale", REAL), ("softcap", REAL),
-    )  # fmt: skip
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        ("x", POINTER), ("weights", POINTER * 4), ("biases", POINTER * 4), ("norms", POINTER * 2), ("cos", POINTER),
-        ("sin", POINTER), ("out", POINTER), ("hidden", INTEGER), ("width", INTEGER), ("pairs", INTEGER),
-        ("eps", REAL),
     )  # fmt: skip
 
 
@@ -53,24 +46,15 @@ def window_step_native(library: ctypes.CDLL, x: Tokens, states: States, sizes: S
     return o
 
 
-def window_layer_native(library: ctypes.CDLL, layer: Layer, states: States, sizes: Sizes) -> Tensor:
+def window_layer_native(layer: NativeLayer, states: States, sizes: Sizes) -> Tensor:
     """See `layer.window_layer_step`."""
-    (x, weights, biases, norms, cos, sin, eps), (window, sinks, scale, softcap) = layer, sizes
-    (sink_logits, keys, values, seen, _), (_, _, kv_heads, dim) = states, states.keys.shape
-    x, sink_logits, out = x.contiguous(), dense(sink_logits), x.new_empty(1, 1, len(weights[3]))
-    pairs = 0
-    if cos is not None:
-        cos, sin, pairs = cos.contiguous(), sin.contiguous(), cos.shape[-1]
-    given = _Layer(
-        x.data_ptr(), tuple([t.data_ptr() for t in weights]), tuple([address(t) for t in biases]),
-        tuple([address(t) for t in norms]), address(cos), address(sin), out.data_ptr(), x.shape[-1], len(weights[3]),
-        pairs, eps,
-    )  # fmt: skip
+    (sink_logits, keys, values, seen, _), (window, sinks, scale, softcap) = states, sizes
+    sink_logits = dense(sink_logits)
     ring = _Ring(
         None, None, None, address(sink_logits), keys.data_ptr(), values.data_ptr(), seen.data_ptr(), None, None,
-        0, 0, 0, len(weights[0]) // dim, kv_heads, dim, window, sinks, scale, softcap or 0.0,
+        0, 0, 0, layer.heads, layer.kv_heads, keys.shape[-1], window, sinks, scale, softcap or 0.0,
     )  # fmt: skip
-    call = function(library, "window_layer", (POINTER, POINTER, INTEGER))
-    call(ctypes.byref(given), ctypes.byref(ring), x.dtype == torch.bfloat16)
+    call = function(layer.library, "window_layer", (POINTER, POINTER, INTEGER))
+    call(layer.fields, ctypes.byref(ring), layer.in_bf16)
     changed(keys, values, seen)
-    return out
+    return layer.out

@@ -101,13 +101,18 @@ def _examples(title: str, groups: dict[str, list[dict]]) -> list[str]:
         return []
     lines = []
     for group, rows in groups.items():
-        means = [statistics.mean(row[name] for name in names) for row in rows]
+        means = [mean_of_tasks(row) for row in rows]
         nll = [statistics.mean(row[name + NLL] for name in names) for row in rows]
         exact = [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in names]
         spans = _span([f"{100 * mean:.1f}" for mean in means]), _span([f"{one:.3f}" for one in nll])
         lines.append([group, *exact, *spans])
     tasks = (name.removeprefix(FEW_SHOT).replace("_", " ") for name in names)
     return [markdown_table((f"{title}, tasks", *tasks, "mean", "mean nll"), lines, figures=True)]
+
+
+def mean_of_tasks(row: dict) -> float:
+    """The share of exact answers, on the mean of the tasks of few_shot.py."""
+    return statistics.mean(row[FEW_SHOT + task] for task in _tasks(row))
 
 
 def _tasks(teacher: dict) -> list[str]:

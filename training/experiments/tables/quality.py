@@ -20,7 +20,7 @@ from hf_memmix.training.experiments.recall_teacher.report import (
     tokens_of,
 )
 from hf_memmix.training.experiments.results import read
-from hf_memmix.training.experiments.smollm2.arms_report import finished
+from hf_memmix.training.experiments.smollm2.arms_report import finished, mean_of_tasks
 from hf_memmix.training.experiments.tables.costs import TRAIN, Costs
 
 LONG, TOKENS = 131072, 1e8  # of a cache; of each training stage
@@ -34,14 +34,17 @@ KEPT = 3  # layers, chosen by `memmix select`
 # its text
 REAL = {
     ("seeds", 8, None, "window 384, first token", 8): "`window=384`",
-    ("seeds", 8, 0.5, "window 384, first token", 8): "`window=384`",
-    ("seeds", 4, 0.5, "window 384, first token", 8): "`window=384`",
+    ("tasks", 8, 0.5, "window 384, first token", 8): "`window=384`",
+    ("tasks", 4, 0.5, "window 384, first token", 8): "`window=384`",
+    ("tasks", 4, 0.5, "gka", 8): "`gka`",
+    ("tasks", 4, 0.5, "gka + window 64, first token", 8): "`gka`, `window=64`",
     ("seeds", 0, 0.5, "window 384, first token", 8): "`window=384`",
     ("drills", 0, 0.5, "gka + window 64, first token", 24): "`gka`, `window=64`",
 }
 REAL_KEYS = 2 * 3 * 64 * 2  # bytes of the keys and values of one token in a layer: 3 heads of 64 in bf16
-REAL_LAYERS, REAL_CONTEXT, DRILLED = 30, 8192, "*"
-REAL_PROBES = (("fact", 1024), ("fact", 4096), ("pairs", 4096))
+REAL_LAYERS, REAL_CONTEXT, DRILLED = 30, 8192, " *"
+REAL_ANSWERS = 200, 80  # per cell: in seeds.json and tasks.json, in drills.json
+REAL_PROBES = (("fact", 1024), ("fact", 4096))
 
 
 def front() -> str:
@@ -75,32 +78,40 @@ def front() -> str:
 def smollm2() -> str:
     """One row per replacement of attention in SmolLM2: its cache, and what the student keeps."""
     files = {name: read(name) for name in dict.fromkeys(name for name, *_ in REAL)}
-    teacher = finished(files["seeds"])[0]
-    lines = [[str(REAL_LAYERS), "", "", _cache(REAL_LAYERS, 0), "0", "1.000", *_recalled([teacher])]]
-    used: dict[str, list[dict]] = {name: [] for name in files}
-    for (name, kept, drills, arm, tokens), text in REAL.items():
-        rows = [
-            row
-            for row in finished(files[name])[1:]
-            if (len(row["keep"]), row["drills"], row["arm"], round(row["tokens"] / 1e6)) == (kept, drills, arm, tokens)
-            and not (row["rate"] or row.get("more"))
-        ]
-        quality = [f"{_mean(rows, 'heldout_kl'):.3f}", f"{_mean(rows, 'domain_ppl_ratio'):.3f}"]
-        read_tokens = f"{tokens}M{' ' + DRILLED if drills else ''}"
+    teacher = finished(files["tasks"])[0]
+    whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), "0", "1.000"]
+    lines = [[*whole, *map(_mean_text, _recalled([teacher], [teacher]))]]
+    used: list[dict] = []
+    seeds: list[list[list[float]]] = []
+    for (name, *key), text in REAL.items():
+        kept, drills, *_ = key
+        rows, with_tasks = _measured(files[name], key), _measured(files["tasks"], key)
+        quality = [f"{statistics.mean(row[of] for row in rows):.3f}" for of in ("heldout_kl", "domain_ppl_ratio")]
         cache = _cache(kept, rows[0]["state_bytes"])
-        lines.append([str(kept), text, read_tokens, cache, *quality, *_recalled(rows)])
-        used[name] += rows
-    head = ["layers kept", "others", "tokens", f"cache at {REAL_CONTEXT // 1024}k", "KL", "ratio"]
-    head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written"]
-    own, other = used.values()
+        recalled = _recalled(rows, with_tasks)
+        lines.append([str(kept), f"{text}{DRILLED * bool(drills)}", cache, *quality, *map(_mean_text, recalled)])
+        used += rows + with_tasks
+        seeds += [recalled] if len(rows) > 1 else []
+    head = ["layers kept", "others", f"cache at {REAL_CONTEXT // 1024}k", "KL", "ratio"]
+    head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written", "tasks"]
+    furthest = max(abs(one - statistics.mean(cell)) for cells in seeds for cell in cells for one in cell)
+    own, other = ([row for row in used if row["recall"][0]["answers"] == answers] for answers in REAL_ANSWERS)
+    least, most = (round(end(row["tokens"] for row in used) / 1e6) for end in (min, max))
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct."
-        f" {DRILLED} half are drills. ±: of three seeds, the furthest from the mean. KL: on held-out text; ratio of"
-        f" perplexities: on another domain. `fact`, `pairs`: % right of {own[0]['recall'][0]['answers']} choices, ±"
-        f" {_error(own)} points (`gka`: {other[0]['recall'][0]['answers']}, {_error(other)}); a short window gives"
-        f" {_short_window(own[0], 'fact')} % and {_short_window(own[0], 'pairs')} %. Written: own answers, at 1,024."
-        f" {measured_at(files['seeds'] | {'rows': [teacher, *own, *other]})}."
+        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {least}M tokens (last row: {most}M);"
+        f" {DRILLED.strip()} half are drills. First {len(seeds)} students: means of {len(seeds[0][0])} seeds, each"
+        f" within {furthest:.0f} points (tasks of the first: one). KL: on held-out text; ratio of perplexities: on"
+        f" another domain. `fact`: % right of {REAL_ANSWERS[0]} choices, ± {_error(own)} (last row: {REAL_ANSWERS[1]},"
+        f" {_error(other)}); a short window has {_short_window(own[0])}. Written: own answers, at 1,024. Tasks: %"
+        f" right of {sum(files['tasks']['few_shot']['questions'].values()):,} questions after examples, ± 2."
+        f" {measured_at(files['seeds'] | {'rows': [teacher, *used]})}."
     )
+
+
+def _measured(results: dict, key: list) -> list[dict]:
+    """The rows of an arm of `REAL`, one per seed."""
+    rows = [row for row in finished(results)[1:] if not (row["rate"] or row.get("more"))]
+    return [r for r in rows if [len(r["keep"]), r["drills"], r["arm"], round(r["tokens"] / 1e6)] == key]
 
 
 def _error(rows: list[dict]) -> str:
@@ -115,26 +126,20 @@ def _cache(kept: int, state_bytes: int) -> str:
     return bytes_text(kept * REAL_CONTEXT * REAL_KEYS + (REAL_LAYERS - kept) * state_bytes)
 
 
-def _mean(rows: list[dict], name: str) -> float:
-    return statistics.mean(row[name] for row in rows)
+def _recalled(rows: list[dict], with_tasks: list[dict]) -> list[list[float]]:
+    """Percent of right answers, one number per seed: the probes, the generated answers, the mean of the tasks."""
+    names = (*(f"{task}_{n}_choice" for task, n in REAL_PROBES), "generated_answers")
+    cells = [[100 * row[name] for row in rows if name in row] for name in names]
+    return [*cells, [100 * mean_of_tasks(row) for row in with_tasks]]
 
 
-def _recalled(rows: list[dict]) -> list[str]:
-    """The probes and the generated answers in percent: the mean of the seeds, and the largest distance from it."""
-    cells = []
-    for name in (*(f"{task}_{n}_choice" for task, n in REAL_PROBES), "generated_answers"):
-        if name not in rows[0]:
-            cells.append("")
-            continue
-        mean = 100 * _mean(rows, name)
-        most = max(abs(100 * row[name] - mean) for row in rows)
-        cells.append(f"{mean:.0f} ± {most:.1f}" if len(rows) > 1 else f"{mean:.0f}")
-    return cells
+def _mean_text(values: list[float]) -> str:
+    return f"{statistics.mean(values):.0f}" if values else ""
 
 
-def _short_window(row: dict, task: str) -> str:
+def _short_window(row: dict) -> str:
     """The right choices of a short window in percent: it reads the last depth, and guesses at the others."""
-    chance = next(cell["chance"] for cell in row["recall"] if cell["task"] == task)
+    chance = next(cell["chance"] for cell in row["recall"] if cell["task"] == REAL_PROBES[0][0])
     return f"{100 * (1 + (len(DEPTHS) - 1) * chance) / len(DEPTHS):.0f}"
 
 

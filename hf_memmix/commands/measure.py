@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from hf_memmix.command_options import command
 from hf_memmix.commands.checks import check_placement, check_texts, given_model, given_student, library
 from hf_memmix.commands.common import (
     Device,
@@ -85,21 +86,22 @@ def report(
     out.print(table)
 
 
-@one_line_errors
-def evaluate(
-    model: Annotated[Path, typer.Argument(help="A model, converted or not: a folder or a Hub id.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write probes.json and the plots to.")],
-    teacher: Annotated[Path | None, typer.Option(help="A model to measure beside it: a folder or a Hub id.")] = None,
-    tasks: Annotated[str, typer.Option(help='Names of probes with commas between them, or "all".')] = "all",
-    lengths: Annotated[
-        str, typer.Option(help="Lengths of the sequences in tokens, with commas between them.")
-    ] = "128,256,512,1024",
+class EvalOptions:
+    """The options of `memmix eval`."""
+
+    model: Annotated[Path, typer.Argument(help="A model, converted or not: a folder or a Hub id.")]
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write probes.json and the plots to.")]
+    teacher: Annotated[Path | None, typer.Option(help="A model to measure beside it: a folder or a Hub id.")] = None
+    tasks: Annotated[str, typer.Option(help='Names of probes with commas between them, or "all".')] = "all"
+    lengths: Annotated[str, typer.Option(help="Lengths of the sequences in tokens, with commas between them.")] = (
+        "128,256,512,1024"
+    )
     samples: Annotated[
         int, typer.Option(min=1, help="Number of sequences per length and depth (0, 0.25, 0.5, 0.75, 1).")
-    ] = 16,
+    ] = 16
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask the probes that are questions in the tokenizer's chat template.")
-    ] = False,
+    ] = False
     generate: Annotated[
         int | None,
         typer.Option(
@@ -107,14 +109,18 @@ def evaluate(
             help="Also generate the answers of probes, and texts after so many prompts beside the teacher's. A prompt"
             f" and a text have {GENERATED} tokens each, or half of what both models can read.",
         ),
-    ] = None,
-    text: Text = None,
-    batch_size: BatchSize = 8,
-    device: Device = None,
-    device_map: DeviceMap = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    text: Text = None
+    batch_size: BatchSize = 8
+    device: Device = None
+    device_map: DeviceMap = None
+    overwrite: Overwrite = False
+    as_json: Json = False
+
+
+@one_line_errors
+@command(EvalOptions)
+def evaluate(args) -> None:
     """Measure what a model recalls: needles, lists, chains, MQAR, common words, second mentions, copies, facts.
 
     With --device-map auto, one model after the other is in memory.
@@ -122,87 +128,107 @@ def evaluate(
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.saving import atomic_folder, check_not_read, check_target
     from hf_memmix.training.evaluation.probes.tasks import DEPTHS, check_grid, check_tasks
+
+    check_placement(args.device, args.device_map)
+    check_target(args.out_dir, args.overwrite)
+    args.tasks = check_tasks(args.tasks, args.chat)
+    if args.generate is not None and args.teacher is None:
+        raise UserError("--generate compares with what a teacher generates; add --teacher")
+    args.lengths = _lengths(args.lengths)
+    check_grid(args.tasks, depths=DEPTHS, lengths=args.lengths, samples=args.samples)
+    args.text = asset_path("heldout.txt") if args.text is None else args.text
+    args.names = {"student": args.model} if args.teacher is None else {"teacher": args.teacher, "student": args.model}
+    args.folders = {role: given_model(name) for role, name in args.names.items()}
+    check_not_read(args.out_dir, *args.folders.values(), args.text)
+    results, shortest = _probed(args)
+    with library():
+        from hf_memmix.conversion.records import write_json
+        from hf_memmix.training.evaluation.probes import plot_probes
+    with atomic_folder(args.out_dir, args.overwrite) as folder:
+        write_json(folder / "probes.json", results)
+        plot_probes(results, folder / "probes.png")
+        plot_probes(results, folder / "probes_gain.png", "gain")
+    if args.as_json:
+        print_json(results | {"out": str(args.out_dir)})
+    else:
+        _print_probes(results, args, shortest)
+
+
+def _probed(args) -> tuple[dict, int]:
+    """The results of all probes and of --generate, and the number of tokens that every model can read."""
     from hf_memmix.training.text_files import read_text, text_record
 
-    check_placement(device, device_map)
-    check_target(out_dir, overwrite)
-    chosen = check_tasks(tasks, chat)
-    if generate is not None and teacher is None:
-        raise UserError("--generate compares with what a teacher generates; add --teacher")
-    grid = {"lengths": _lengths(lengths), "samples": samples}
-    check_grid(chosen, depths=DEPTHS, **grid)
-    text = asset_path("heldout.txt") if text is None else text
-    names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
-    folders = {role: given_model(name) for role, name in names.items()}
-    check_not_read(out_dir, *folders.values(), text)
-    content = read_text(text)
+    content, folders = read_text(args.text), args.folders
     with library():
         from hf_memmix.conversion.limits import check_tokens, limit_of
-        from hf_memmix.conversion.records import write_json
-        from hf_memmix.training.evaluation.free_generation import compare_texts, text_of, tokens_of_text
-        from hf_memmix.training.evaluation.probes import Material, counted_rows, gain_text, plot_probes, run_probes
-        from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER, shares_text
+        from hf_memmix.training.evaluation.free_generation import compare_texts, tokens_of_text
+        from hf_memmix.training.evaluation.probes import Material, counted_rows, run_probes
 
-    tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
-    material = Material(tokenizer, content, chat)
-    if device_map is None:
-        models = run = {role: load(folder, device) for role, folder in folders.items()}
+    tokenizer = (
+        tokenizer_of(folders["student"]) if len(folders) == 1 else shared_tokenizer(*reversed(folders.values()))
+    )
+    material = Material(tokenizer, content, args.chat)
+    if args.device_map is None:
+        models = run = {role: load(folder, args.device) for role, folder in folders.items()}
     else:
         models = {role: shape_of(folder) for role, folder in folders.items()}
-        run = {role: partial(load, folder, None, device_map=device_map) for role, folder in folders.items()}
+        run = {role: partial(load, folder, None, device_map=args.device_map) for role, folder in folders.items()}
     for network in models.values():
         check_tokens(material.filler, network, tokenizer, "the text of the probes")
     limits = [limit_of(model) for model in models.values()]
     shortest, longest = min(limits), max(limits)
-    if too_long := [length for length in grid["lengths"] if length > longest]:
+    if too_long := [length for length in args.lengths if length > longest]:
         raise UserError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
-    texts = {"prompts": generate, "batch_size": batch_size}
-    if generate is not None:
+    texts, generated = {"prompts": args.generate, "batch_size": args.batch_size}, args.generate is not None
+    if generated:
         texts |= dict.fromkeys(("prompt_tokens", "new_tokens"), int(min(GENERATED, shortest / 2)))
         tokens_of_text(material, texts["prompt_tokens"])  # refuses a prompt that is too short before the probes run
-    probes = {"tasks": chosen, "generate": generate is not None, "batch_size": batch_size}
+    probes = {"tasks": args.tasks, "lengths": args.lengths, "samples": args.samples, "generate": generated}
     with progress("probing") as advance:
-        results = run_probes(run, material, progress=advance, **probes, **grid)
-    if generate is not None:
+        found = run_probes(run, material, progress=advance, batch_size=args.batch_size, **probes)
+    if generated:
         with progress("generating") as advance:
-            results["generation"] = compare_texts(run, material, progress=advance, estimate=_tell_time, **texts)
-    described = {role: _described(folder, models[role]) for role, folder in folders.items()}
-    record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
-    results = record | {"text": text_record(text), "environment": environment_of(models)} | results
-    results["by_length"] = rows = counted_rows(results)
-    with atomic_folder(out_dir, overwrite) as folder:
-        write_json(folder / "probes.json", results)
-        plot_probes(results, folder / "probes.png")
-        plot_probes(results, folder / "probes_gain.png", "gain")
-    if as_json:
-        print_json(results | {"out": str(out_dir)})
-        return
-    table = Table("task", "chance", *(f"{role}, {name}" for name in ("choice or exact", "gain") for role in folders))
+            found["generation"] = compare_texts(run, material, progress=advance, estimate=_tell_time, **texts)
+    described = {
+        role: _described(folder, models[role]) | {"folder": args.names[role].name} for role, folder in folders.items()
+    }
+    found = {"models": described, "text": text_record(args.text), "environment": environment_of(models)} | found
+    return found | {"by_length": counted_rows(found)}, shortest
+
+
+def _print_probes(results: dict, args, shortest: int) -> None:
+    """The table of all tasks and that by length, with what the marks in them mean."""
+    from hf_memmix.training.evaluation.free_generation import text_of
+    from hf_memmix.training.evaluation.probes import gain_text
+    from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER, shares_text
+
+    roles, rows = list(args.folders), results["by_length"]
+    table = Table("task", "chance", *(f"{role}, {name}" for name in ("choice or exact", "gain") for role in roles))
     for row in results["summary"]:
-        scored = [row[role] for role in folders]
+        scored = [row[role] for role in roles]
         shares = ["-" if s is None else f"{s['exact'] if s['choice'] is None else s['choice']:.1%}" for s in scored]
         gains = [gain_text(s) or "-" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
-    measures = "choice / exact" if generate is None else "choice / exact / generated"
-    lengths = Table(f"{measures}, %", "model", *(f"{length} tokens" for length in grid["lengths"]))
-    for task in chosen:
-        for role in folders:
+    measures = "choice / exact" if args.generate is None else "choice / exact / generated"
+    lengths = Table(f"{measures}, %", "model", *(f"{length} tokens" for length in args.lengths))
+    for task in args.tasks:
+        for role in roles:
             lengths.add_row(task, role, *(shares_text(row, role, True) for row in rows if row["task"] == task))
     out.print(lengths)
     out.print("in brackets: the interval of 95 %")
     if any(counts is False for row in rows for counts in row["counts"].values()):
         out.print(f"*: the teacher itself is below {LEAST_OF_TEACHER:.0%}, so this cell does not count")
-    if alone := [length for length in grid["lengths"] if length > shortest]:
+    if alone := [length for length in args.lengths if length > shortest]:
         out.print(
             f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"
             " holds the results of the other model"
         )
-    if generate is not None:
+    if args.generate is not None:
         out.print(text_of(results["generation"]["student"]))
     out.print(
         "gain: by how many nats per token the context makes the answer more likely (±: standard error over sequences);"
-        f" written to {out_dir}"
+        f" written to {args.out_dir}"
     )
 
 

@@ -23,7 +23,6 @@ import argparse
 import copy
 import itertools
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -39,6 +38,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_memmix
+from hf_memmix import launch
 from hf_memmix.context_parallel import keep_order
 
 TOKENS = 262144
@@ -205,8 +205,8 @@ def main():
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
     args = parser.parse_args()
     mesh = None
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    torch.cuda.set_device(launch.local_rank())
+    if launch.processes() > 1:
         dist.init_process_group("nccl")
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}

@@ -14,7 +14,6 @@ a small shape on a CPU (gloo).
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 
 import hf_memmix
+from hf_memmix import launch
 
 TINY = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -133,16 +133,16 @@ def main():
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
+    first, ranks = launch.is_first(), launch.processes()
+    device = f"cuda:{launch.local_rank()}" if on_gpu else "cpu"
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    box = [tempfile.mkdtemp() if rank == 0 else None]
+    box = [tempfile.mkdtemp() if first else None]
     dist.broadcast_object_list(box)
     folder = Path(box[0])
     shape = TINY if args.tiny else SHAPE
-    if rank == 0:
+    if first:
         save_model(folder, args.mixer, shape, device)
     dist.barrier()
 
@@ -161,11 +161,11 @@ def main():
     }
     for way in args.ways:
         dtype, cache = WAYS[way]
-        alone = run(folder, args, device, dtype, cache, distributed=False) if rank == 0 else None
+        alone = run(folder, args, device, dtype, cache, distributed=False) if first else None
         dist.barrier()
         together = run(folder, args, device, dtype, cache, distributed=True)
         dist.barrier()
-        if rank > 0:
+        if not first:
             continue
         found = {"alone": alone, "together": together}
         record["ways"][way] = {
@@ -179,7 +179,7 @@ def main():
         print(json.dumps({way: record["ways"][way]}), flush=True)
         if args.out is not None:
             args.out.write_text(json.dumps(record, indent=1) + "\n")
-    if rank == 0:
+    if first:
         shutil.rmtree(folder)
     dist.destroy_process_group()
 

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Train
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.launch import is_first, local_rank
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.bundled.versions import bundled_teacher
 from hf_memmix.training.experiments.common.options import check_names
@@ -91,7 +92,7 @@ def models(name: str, device: torch.device):
 
 def work(name: str, accumulation: int, folder: Path) -> dict:
     """Run both stages of one model in this process of a launch. Returns the measurements of this process."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     teacher, student, data = models(name, device)
     record = {"parameters": student.num_parameters(), "stages": {}}
@@ -194,7 +195,7 @@ def main(
         for name in names:
             title = f"{name}_{worker}" + ("_accumulated" if accumulation > 1 else "")
             record = work(name, accumulation, logs / title)
-            if not int(os.environ.get("RANK", "0")):
+            if is_first():
                 write_json(logs / f"{title}.json", record)
         return
     kinds = kind or KINDS

@@ -15,12 +15,13 @@ from testing import DEFAULT_MIXER, MIXERS, assert_same, base_model, build, float
 pytestmark = pytest.mark.compiles
 
 # two layers are enough to meet a mixer and an attention layer in one graph
-LAYERS = {"mixed": (1,), "all": (0, 1)}
+LAYERS = {"mixed": (1,), "all": (0, 1), "one": (0,)}
 
 
 def small(family, layout, dtype=torch.float64, mixer=DEFAULT_MIXER):
-    types = {"layer_types": ["full_attention"] * 2} if family == "gemma3_text" else {}
-    return build(tiny_config(family, LAYERS[layout], mixer, num_hidden_layers=2, **types), dtype=dtype)
+    layers = 1 if layout == "one" else 2
+    types = {"layer_types": ["full_attention"] * layers} if family == "gemma3_text" else {}
+    return build(tiny_config(family, LAYERS[layout], mixer, num_hidden_layers=layers, **types), dtype=dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -186,12 +187,12 @@ def test_small_steps_are_one_op_in_a_decode_graph(mixer, op, name, parts, monkey
 
 @pytest.mark.product  # torch.compile of a whole model
 @pytest.mark.parametrize(
-    ("family", "mixer", "layout"),
+    ("family", "mixer", "tokens"),
     [*(("llama", mixer, "padded") for mixer in MIXERS), ("llama", "gka", "plain"), ("stablelm", "gka", "padded")],
 )
-def test_training_graph(family, mixer, layout):
-    """Forward and backward of a whole model in one graph each, with and without padding."""
-    model = small(family, "mixed", mixer=mixer).train()
+def test_training_graph(family, mixer, tokens):
+    """Forward and backward of a model in one graph each, with and without padding; one mixer beside attention."""
+    model = small(family, "mixed" if mixer == DEFAULT_MIXER else "one", mixer=mixer).train()
     model.config.use_cache = False
     ids = random_ids(2, 9)
     mask = torch.ones_like(ids)
@@ -206,7 +207,7 @@ def test_training_graph(family, mixer, layout):
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
     noise = max(float32_noise(gradients, model.get_input_embeddings()(ids).detach()))
-    kwargs = {"attention_mask": mask} if layout == "padded" else {}
+    kwargs = {"attention_mask": mask} if tokens == "padded" else {}
     grads = []
     for run in (model, compiled):
         model.zero_grad()

@@ -31,8 +31,8 @@ CASES = {
     **{f"{name}, checkpointing": {"mixer": name, "checkpointing": "plain"} for name in MIXERS},
     "gka, reentrant checkpointing": {"mixer": "gka", "checkpointing": "reentrant"},
     "lattice, reentrant checkpointing": {"mixer": "lattice", "checkpointing": "reentrant", "balanced": True},
-    "gka, hybrid": {"mixer": "gka", "layout": [0, 2], "balanced": True},
-    "lattice, hybrid": {"mixer": "lattice", "layout": [1, 2, 3], "checkpointing": "plain"},
+    "gka, hybrid": {"mixer": "gka", "layout": [0], "balanced": True},
+    "lattice, hybrid": {"mixer": "lattice", "layout": [1], "checkpointing": "plain"},
     # one rank has padding and another has none
     "gka, right padding": {"mixer": "gka", "mask": "right"},
     "gka, left padding": {"mixer": "gka", "mask": "left", "balanced": True},
@@ -50,14 +50,14 @@ CASES = {
         f"{name}, few tokens": {"mixer": name, "tokens": 12, "options": {"conv_size": 6}, "balanced": name == "gka"}
         for name in ("gka", "mamba2")
     },
-    # no gradient reaches the first mixers
+    # no gradient reaches the first mixer
     "gka, frozen layers": {"mixer": "gka", "frozen": True},
     "lattice, frozen layers": {"mixer": "lattice", "frozen": True, "checkpointing": "plain"},
     # a family whose layers drop further keyword arguments
     "coffee, stablelm": {"mixer": "coffee", "family": "stablelm"},
     # as accelerate prepares a model: its hooks drop the masks of the modules "self_attn"
     "coffee, stablelm, hooks": {"mixer": "coffee", "family": "stablelm", "mask": "holes", "hooks": True},
-    "gka, hybrid, hooks": {"mixer": "gka", "layout": [0, 2], "hooks": True},
+    "gka, hybrid, hooks": {"mixer": "gka", "layout": [0], "hooks": True},
 }
 # memories without a window beside them, which has no piece to write
 LINEAR = [

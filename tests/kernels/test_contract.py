@@ -250,9 +250,11 @@ def test_packed_equals_separate(op, backend):
             finals.append(own if isinstance(own, tuple) else (own,))
         return torch.cat(outputs, 1), tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
-    weights = []
+    weights, dtypes = [], [torch.int32, torch.int64]
     want = outputs_and_gradients(op, separate, inputs, state, weights=weights)
-    for dtype in (torch.int32, torch.int64):
+    if backend == "triton" and DEVICE == "cpu":  # where each takes seconds, the ops have them in turn
+        dtypes = [dtypes[OPS.index(op) % 2]]
+    for dtype in dtypes:
         cu_seqlens = torch.tensor(bounds, dtype=dtype, device=DEVICE)
         got = outputs_and_gradients(op, op.fast, inputs, state, cu_seqlens, weights=weights)
         assert_close(got, want, within(op))

@@ -13,6 +13,7 @@ import os
 import runpy
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,7 +123,11 @@ def _strings(item):
 
 
 class Engines:
-    """Makes vLLM's engines; one lives at a time, and it is kept while the same one is asked for."""
+    """Makes vLLM's engines; one lives at a time, and it is kept while the same one is asked for.
+
+    The start and the end of an engine search for garbage nine times. All that was imported is frozen, and one search
+    after each engine looks at it, too: with nine of them they were two thirds of the time of all tests.
+    """
 
     def __init__(self, folders: Path):
         self.folders, self.key, self.engine = folders, None, None
@@ -152,11 +157,11 @@ class Engines:
         if self.engine is not None:
             from vllm.distributed import cleanup_dist_env_and_memory
 
-            self.engine.llm_engine.engine_core.shutdown()
+            with unittest.mock.patch.object(gc, "collect"):
+                self.engine.llm_engine.engine_core.shutdown()
             self.engine = self.key = None
-            gc.unfreeze()  # tests/conftest.py froze it at the end of a module
-            gc.collect()
             cleanup_dist_env_and_memory()
+            gc.freeze()
 
 
 @pytest.fixture(scope="session")

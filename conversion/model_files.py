@@ -41,7 +41,8 @@ def check_model_folder(folder: str | Path) -> dict:
         )
     if not os.path.lexists(folder / "config.json"):
         _refuse_gguf(folder)
-        reason = "it has no config.json" if folder.exists() else "it does not exist"
+        there = "it has no config.json" if folder.is_dir() else "it is a file; give its folder"
+        reason = there if folder.exists() else "it does not exist"
         raise UserError(f"{str(folder)!r} is not a model folder: {reason}")
     _check_kind(folder / "config.json")
     raw = read_json(folder / "config.json")

@@ -76,6 +76,7 @@ def test_mistakes_are_one_clear_line(workspace):
     pair = ["--student", workspace / "teacher", "--teacher", workspace / "teacher", "--text", workspace / "text.txt"]
     for command, message in (
         ([*convert, "--option", "window=0"], "window=0"),
+        (["convert", "--teacher", workspace / "text.txt", *convert[3:]], "it is a file"),
         ([*convert, "--layers", "ska=0 gka=1", "--option", "rank=4"], "rank is an option of one mixer"),
         (["report", *pair], "convert it"),
         ([*select, "--mixer", "gka", "--keep-count", "2"], "keep is 2"),

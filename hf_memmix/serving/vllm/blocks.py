@@ -36,6 +36,9 @@ def configuration(folder: Path, arguments: list[str]):
         parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
         parser.error = _refuse  # by itself it prints all options before the line
         given = parser.parse_args(["--model", str(folder), *arguments])
+        if given.model != str(folder) or given.model_tag is not None:
+            other = given.model_tag or f"--model {given.model}"
+            raise UserError(f"vllm serve: {other!r} stands beside the model {str(folder)!r}; leave it out")
         if given.model_impl not in ("auto", "vllm"):
             raise UserError(f"--model-impl {given.model_impl}: {NO_PLUGIN}")
         if given.quantization == "torchao" and not TORCHAO & {*(given.hf_overrides or ())}:
@@ -46,9 +49,7 @@ def configuration(folder: Path, arguments: list[str]):
         try:
             return AsyncEngineArgs.from_cli_args(given).create_engine_config()
         except ValidationError as error:  # "Value error, " and then the line of a check of vLLM or of ours
-            raise UserError(
-                "; ".join(_line(e["msg"].partition(", ")[2] or e["msg"]) for e in error.errors())
-            ) from error
+            raise UserError("; ".join(_of_field(found) for found in error.errors())) from error
         except (ValueError, ImportError) as error:  # ImportError: the library of an option is not installed
             raise UserError(_line(error)) from error
     finally:
@@ -141,6 +142,12 @@ def _stages(specs: dict, vllm_config) -> list[dict]:
 
 def _refuse(message: str):
     raise UserError(f"vllm serve: {_line(message)}")
+
+
+def _of_field(error: dict) -> str:
+    """An error of pydantic in one line, with the option that it is about if it is about one."""
+    text = _line(error["msg"].partition("Value error, ")[2] or error["msg"])
+    return f"--{str(error['loc'][0]).replace('_', '-')} {error['input']}: {text}" if error["loc"] else text
 
 
 def _line(error) -> str:

@@ -168,20 +168,26 @@ WINDOW_TIMES = {
 
 
 def windows() -> str:
-    """Whole models with windows beside attention and GKA, on one GPU."""
-    rows = read("model_windows_h100")
+    """Whole models with windows beside attention and GKA: alone on a machine, and beside a training."""
+    beside = " A training ran on the machine's other GPU, so the processor was slower than it is alone."
+    return f"{_windows('model_windows_h100')}\n\n{_windows('model_windows_h200')}{beside}"
+
+
+def _windows(file: str) -> str:
+    rows = read(file)
+    models = {name: text for name, text in WINDOWS.items() if name in {row["mixer"] for row in rows}}
     cases = list(dict.fromkeys(_case(row)[:-1] for row in rows))
     found, lines = {_case(row): row for row in rows}, []
     for case in cases:
         phase, batch, length, *way = case
         column = "tokens_s" if phase == "train" else "ms"
         title = f"{phase}, {batch} x {length}" + (", CUDA graph" if way else "") + (", tokens/s" * (column != "ms"))
-        of = [found.get((*case, name)) for name in WINDOWS]
+        of = [found.get((*case, name)) for name in models]
         lines.append([title, *("" if row is None else _shown(row[column], column) for row in of)])
     (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
     note = f"ms, where the row names no other unit; decode: sequences x prompt. {gpu}, commit {commit}, one run."
     note += " Empty: not measured." * any("" in line for line in lines)
-    return f"{markdown_table(['', *WINDOWS.values()], lines, figures=True)}\n\n{note}"
+    return f"{markdown_table(['', *models.values()], lines, figures=True)}\n\n{note}"
 
 
 def window_times() -> str:

@@ -1,6 +1,7 @@
 """The tables of hf_memmix/serving/README.md: families, what a sequence costs, what was tested, and speed."""
 
 import re
+from collections import Counter
 
 import torch
 from transformers import LlamaConfig
@@ -99,7 +100,7 @@ def serving_speed() -> str:
 
 
 def serving_second_runner() -> str:
-    """The same, earlier, with vLLM's second model runner for all models."""
+    """The same with vLLM's second model runner for all models."""
     return _speed("serving_h200_second_runner")
 
 
@@ -108,17 +109,19 @@ def _speed(file: str) -> str:
     results = read(file)
     measured = [row for row in _rows("throughput", file) if "left_out" not in row]
     found = {(row["tokens"], row["sequences"], row["model"]): row for row in measured}
+    commits = Counter(row["commit"] for row in measured)
+    (newest, _), *older = commits.most_common()
     models, rows = _names_of_models(measured), []
     for length, count in sorted({key[:2] for key in found}):
         points = [found.get((length, count, model)) for model in models]
-        rows.append([f"{length:,}", count, *("" if row is None else _tokens_per_s(row) for row in points)])
+        cells = ["" if row is None else _tokens_per_s(row) + " °" * (row["commit"] != newest) for row in points]
+        rows.append([f"{length:,}", count, *cells])
     new = max(row["new_tokens"] for row in measured)
-    commits = {row.get("commit", results.get("commit")) for row in measured}
     return (
         f"{markdown_table(['prompt', 'sequences', *(f'`{model}`' for model in models)], rows, figures=True)}\n\n"
         "Tokens/s of the steps in which all sequences decode, in brackets of the whole run;"
         f" {new} new tokens per sequence. {results['device']}, vLLM {results['vllm']}, torch {results['torch']},"
-        f" {results['dtype']}, commit {', '.join(sorted(commits))}."
+        f" {results['dtype']}, commit {', °: '.join([newest, *(name for name, _ in older)])}."
     )
 
 
@@ -131,10 +134,10 @@ def serving_fit() -> str:
     """How many sequences fit into the memory, and when the first token of a single prompt comes."""
     fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in _rows("fit")}
     alone = [row for row in _rows("throughput") if row["sequences"] == 1 and "first_token_s" in row]
-    first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
+    first = {(row["tokens"], row["model"]): f" ({1e3 * row['first_token_s']:.0f} ms)" for row in alone}
     models = _names_of_models(_rows("fit"))
     rows = [
-        [f"{length:,}", *(f"{fits[length, model]} ({first.get((length, model), '')})" for model in models)]
+        [f"{length:,}", *(f"{fits[length, model]}{first.get((length, model), '')}" for model in models)]
         for length in sorted({key[0] for key in fits})
     ]
     return (

@@ -85,6 +85,8 @@ def mixers_of(config) -> list[MemoryMixer]:
     """One mixer of each kind that the configuration has, without memory for its parameters. In a backbone where some
     layers have a sliding window, windows are of two kinds.
     """
-    kinds = {(kind, window_of(config, i)): i for i, kind in enumerate(config.mixer_types) if kind != ATTENTION}
+    first = {}
+    for i, kind in enumerate(config.mixer_types):
+        first.setdefault((kind, window_of(config, i)), i)
     with torch.device("meta"):
-        return [new_layer(kind, config, i) for (kind, _), i in kinds.items()]
+        return [new_layer(kind, config, i) for (kind, _), i in first.items() if kind != ATTENTION]

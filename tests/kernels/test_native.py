@@ -186,31 +186,35 @@ def test_a_changed_source_is_compiled_anew(fresh, monkeypatch, tmp_path):
     assert len(keys) == 3
 
 
-EXPONENTIALS = """
+ELEMENTWISE = """
 #include "native.h"
-EXPORT void exponentials(const float* x, float* y, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) y[i] = exponential(x[i]);
+EXPORT void elementwise(const float* x, float* y, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) y[i] = NAME(x[i]);
 }
 """
 
 
-def test_the_exponential_is_right_for_every_argument(tmp_path):
-    """Each exponent of 2 and both ends: -inf came out between -88 and -87.68 once, where a gate is all but closed."""
+@pytest.mark.parametrize(
+    ("name", "function", "units"), [("exponential", torch.exp, 2), ("softplus", torch.nn.functional.softplus, 4)]
+)
+def test_a_function_of_numbers_is_right_for_every_argument(name, function, units, tmp_path):
+    """Each exponent of 2 and both ends: e^-inf came out between e^-88 and e^-87.68 once, where a gate is all but
+    closed."""
     source = tmp_path / "native.cpp"
-    source.write_text(EXPONENTIALS.replace("native.h", str(_native.ROOT / "native.h")))
-    code = ctypes.CDLL(str(_native.compile_source(source, tmp_path, "exponentials", _native.compiler())))
+    source.write_text(ELEMENTWISE.replace("native.h", str(_native.ROOT / "native.h")).replace("NAME", name))
+    code = ctypes.CDLL(str(_native.compile_source(source, tmp_path, name, _native.compiler())))
     ends = torch.tensor([math.inf, 1e30, 88.7229, 88.72283, -87.336544, -87.34, -88.0, -104.0, -1e30])
     x = torch.cat([torch.linspace(-90, 90, 1_000_001), ends, -ends])
     y = torch.empty_like(x)
-    code.exponentials(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
-    truth = x.double().exp()
+    code.elementwise(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
+    truth = function(x.double())
     rounded = truth.float().double()  # infinity where float32 ends
     rounded[truth < 2.0**-126] = 0
     finite = rounded.isfinite() & (rounded > 0)
     assert torch.equal(y[~finite].double(), rounded[~finite])
-    assert ((y.double() - rounded).abs() / rounded)[finite].max() < 2 * 2.0**-23
+    assert ((y.double() - rounded).abs() / rounded)[finite].max() < units * 2.0**-23
     x.fill_(math.nan)
-    code.exponentials(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
+    code.elementwise(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
     assert y.isnan().all()
 
 

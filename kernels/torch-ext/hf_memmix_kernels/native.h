@@ -76,8 +76,19 @@ static inline float exponential(float x) {
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-// log(1 + e^x), computed as torch does
-static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+// log(1 + e^x) within 4 units in the last place, which compilers vectorise: max(x, 0) + log(1 + t) with t = e^-|x|, and
+// log(1 + t) = 2 artanh(t / (2 + t)), as a series in s = t / (2 + t) <= 1/3
+static inline float softplus(float x) {
+    const float t = exponential(x > 0 ? -x : x), s = t / (2 + t), z = s * s;
+    float p = 1.0f / 15;
+    p = p * z + 1.0f / 13;
+    p = p * z + 1.0f / 11;
+    p = p * z + 1.0f / 9;
+    p = p * z + 1.0f / 7;
+    p = p * z + 1.0f / 5;
+    p = p * z + 1.0f / 3;
+    return (x > 0 ? x : 0.0f) + 2 * (s + s * z * p);
+}
 static inline float silu(float x) { return x * sigmoid(x); }
 
 enum class Activation : int64_t { NONE, SILU, GELU, SIGMOID };  // _native.ACTIVATIONS

@@ -48,15 +48,17 @@ void norm(const T* y, const T* gate, const T* weight, T* out, int64_t D, int64_t
 
 }  // namespace
 
-// dt = softplus(x + bias) between `smallest` and `largest`, g = -e^A_log dt; x, dt, g [rows, heads], numbers in all
-EXPORT void decay(const float* x, const float* bias, const float* A_log, float* dt, float* g, int64_t numbers,
-                  int64_t heads, float limit, float smallest, float largest) {
-    for (int64_t i = 0; i < numbers; ++i) {
-        float size = softplus(cut(x[i], limit) + bias[i % heads]);
-        size = size < smallest ? smallest : size > largest ? largest : size;
-        dt[i] = size;
-        g[i] = -std::exp(A_log[i % heads]) * size;
-    }
+// dt = softplus(x + bias) between `smallest` and `largest`, g = -e^A_log dt: rows first .. last - 1 of x, dt, g [rows, heads]
+EXPORT void decay(const float* x, const float* bias, const float* A_log, float* dt, float* g, int64_t heads, float limit,
+                  float smallest, float largest, int64_t first, int64_t last) {
+    Floats rates(heads);
+    for (int64_t h = 0; h < heads; ++h) rates[h] = -std::exp(A_log[h]);
+    for (int64_t at = first * heads; at < last * heads; at += heads)
+        for (int64_t h = 0; h < heads; ++h) {
+            const float size = softplus(cut(x[at + h], limit) + bias[h]);
+            dt[at + h] = size < smallest ? smallest : size > largest ? largest : size;
+            g[at + h] = rates[h] * dt[at + h];
+        }
 }
 
 // y = R x, or R x / (|R x| + eps): rows first .. last - 1 of x, y [rows, heads, D], cos and sin [rows, pairs]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._native import ACTIVATIONS, INTEGER, POINTER, REAL, address, dense, function, over_rows
 
 HEADS = (*[POINTER] * 4, *[INTEGER] * 3, POINTER, *[INTEGER] * 3)
-DECAY = (*[POINTER] * 5, INTEGER, INTEGER, REAL, REAL, REAL)
+DECAY = (*[POINTER] * 5, INTEGER, *[REAL] * 3, INTEGER, INTEGER)
 NORM = (*[POINTER] * 4, *[INTEGER] * 2, REAL, *[INTEGER] * 2, REAL, REAL, *[INTEGER] * 3)
 WORK = 20  # operations per number, about
 
@@ -74,9 +74,10 @@ def decay_native(
     """See `op.decay`."""
     x, bias, A_log = dense(x), dense(bias), dense(A_log)
     dt, g = torch.empty_like(x), torch.empty_like(x)
-    function(library, "decay", DECAY)(
-        x.data_ptr(), bias.data_ptr(), A_log.data_ptr(), dt.data_ptr(), g.data_ptr(), x.numel(), x.shape[-1],
-        math.inf if limit is None else limit, 0 if smallest is None else smallest,
+    call = functools.partial(
+        function(library, "decay", DECAY), x.data_ptr(), bias.data_ptr(), A_log.data_ptr(), dt.data_ptr(),
+        g.data_ptr(), x.shape[-1], math.inf if limit is None else limit, 0 if smallest is None else smallest,
         math.inf if largest is None else largest,
     )  # fmt: skip
+    over_rows(call, x.numel() // x.shape[-1], WORK * x.numel())
     return dt, g

@@ -236,6 +236,22 @@ def test_threads_do_not_change_the_result(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(gradients(), alone, strict=True))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["torch's threads", "own threads"])
+def test_threads_divide_the_rows_and_hand_on_an_interrupt(own, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    if own:
+        monkeypatch.setattr(_native, "_in_torchs_threads", lambda: None)
+    found = []
+    _native.over_rows(lambda first, last: found.extend(range(first, last)), 20, 1e9)
+    assert sorted(found) == list(range(20))
+
+    def interrupted(first, last):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _native.over_rows(interrupted, 20, 1e9)
+
+
 def pages_or_rows(paged: bool, *rows):
     """Rows as they are, or in the pages 2, 0, 3 of a pool."""
     if not paged:

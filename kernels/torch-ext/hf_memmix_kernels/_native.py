@@ -262,22 +262,55 @@ def changed(*states: Tensor) -> None:
     torch.autograd.graph.increment_version(states)
 
 
+_TASK = ctypes.CFUNCTYPE(None, POINTER)
+
+
+@functools.cache
+def _in_torchs_threads():
+    """`GOMP_parallel(task, data, threads, flags)` of the OpenMP that torch uses; None if it uses another one."""
+    try:
+        found = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = (_TASK, POINTER, ctypes.c_uint, ctypes.c_uint), None
+    return found
+
+
 def over_rows(call, rows: int, work: float):
     """`call(first, last)` on parts of `rows` in as many threads as torch uses; ctypes releases Python's lock.
 
-    `work` is the number of operations of all rows. Small work runs in this thread.
+    They are torch's own threads where that is possible: after an operator of torch, these wait in a loop for some
+    milliseconds, and take the processor from any other thread. `work` is the number of operations of all rows. Small
+    work runs in this thread.
     """
-    threads = min(rows, torch.get_num_threads(), int(work / THREAD_WORK) + 1)
-    if threads <= 1:
+    count = min(rows, torch.get_num_threads(), int(work / THREAD_WORK) + 1)
+    if count <= 1:
         call(0, rows)
         return
-    bounds = [rows * i // threads for i in range(threads + 1)]
-    others = [threading.Thread(target=call, args=part) for part in zip(bounds[1:-1], bounds[2:], strict=True)]
-    for thread in others:
-        thread.start()
-    call(bounds[0], bounds[1])
-    for thread in others:
-        thread.join()
+    bounds = [rows * i // count for i in range(count + 1)]
+    parts, errors = list(zip(bounds[:-1], bounds[1:], strict=True)), []
+
+    def task(_=None):
+        try:
+            while parts:
+                call(*parts.pop())
+        except IndexError:  # another thread has taken the last part
+            pass
+        except BaseException as error:  # an interrupt: ctypes would only print it
+            errors.append(error)
+
+    if parallel := _in_torchs_threads():
+        # always torch's number: OpenMP would end the others, and start them for the next operator
+        parallel(_TASK(task), None, torch.get_num_threads(), 0)
+    else:
+        others = [threading.Thread(target=task) for _ in range(count - 1)]
+        for thread in others:
+            thread.start()
+        task()
+        for thread in others:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def starts_of(batch: int, length: int, cu_seqlens: Tensor | None) -> Tensor:

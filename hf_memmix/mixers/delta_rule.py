@@ -91,7 +91,7 @@ class DeltaRuleMixer(HeadsMixer):
         return gated_delta_step(q, k, v, *gates, states["S"], scale=self._scale(), **where)
 
     def layer_step(self, x, rotary, states):
-        layer = self.layer_around(x, rotary, states) if self.decay_layers else None
+        layer = self.layer_around("gated_delta", x, rotary, states) if self.decay_layers else None
         found = None if layer is None else parameters_of(self, (*self.decay_layers, "b_proj"))
         if found is None or found[1] != [None] * len(found[1]):
             return None

@@ -213,7 +213,7 @@ class GKAMixer(HeadsMixer):
     def layer_step(self, x, rotary, states):
         options = self.plain
         gated = options["use_decay"] and options["use_beta"] and options["use_alpha"]
-        layer = self.layer_around(x, rotary, states) if gated and options["sketch_dim"] is None else None
+        layer = self.layer_around("gka", x, rotary, states) if gated and options["sketch_dim"] is None else None
         found = None if layer is None else parameters_of(self, GATES)
         if found is None:
             return None

@@ -36,17 +36,18 @@ def parameters_of(mixer: nn.Module, names: tuple[str, ...]) -> tuple[list, list]
 
 
 def layer_around(
-    mixer: nn.Module, x: Tensor, rotary, states: dict[str, Tensor], gate: tuple[str, ...] = (), **options
+    op: str, mixer: nn.Module, x: Tensor, rotary, states: dict[str, Tensor], gate: tuple[str, ...] = (), **options
 ) -> Layer | None:
     """What lies around the memory of a mixer with the layers of `HeadsMixer`; None if native code may not compute it.
 
     Args:
+        op: whose native code is asked for.
         mixer: with the options qk_norm, rope_layout, norm_eps and, if it has convolutions, conv_activation.
         x, rotary, states: of `MemoryMixer.layer_step`.
         gate: names of the output gate's layers.
         options: `unit_eps` and `activation` of `Layer`.
     """
-    if not runs_layer_step(x) or mixer.joined_layers is not None or (mixer.use_rope and rotary is None):
+    if not runs_layer_step(op, x) or mixer.joined_layers is not None or (mixer.use_rope and rotary is None):
         return None
     found = parameters_of(mixer, (*PROJECTIONS, *NORMS, *CONVOLUTIONS, *gate))
     if found is None:

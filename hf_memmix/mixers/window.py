@@ -178,7 +178,7 @@ class WindowMixer(MemoryMixer):
         options = self.plain
         if options["output_gate"] or (options["qk_norm"] is not None and self.norm_last):
             return None
-        layer = layer_around(self, x, rotary, states)
+        layer = layer_around("window", self, x, rotary, states)
         if layer is None:
             return None
         scale = self.head_dim**-0.5 if options["scale"] is None else options["scale"]

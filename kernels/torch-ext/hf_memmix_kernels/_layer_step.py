@@ -89,11 +89,13 @@ class _Sizes(NamedTuple):
 _FIELDS = struct.Struct("24P13q2f")
 
 
-def runs_layer_step(x: Tensor) -> bool:
-    """Whether a layer's step may run; a caller asks before it collects the arguments."""
+def runs_layer_step(op: str, x: Tensor) -> bool:
+    """Whether a layer's step by the native code of `op` may run; a caller asks before it collects the arguments."""
     if torch.is_grad_enabled() or not x.is_cpu or torch.compiler.is_compiling():
         return False
-    return x.shape[:2] == (1, 1) and not torch.is_autocast_enabled("cpu")
+    if x.shape[:2] != (1, 1) or torch.is_autocast_enabled("cpu"):
+        return False
+    return native_library(op, x) is not None
 
 
 def native_layer(

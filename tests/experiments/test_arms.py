@@ -109,6 +109,8 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
         "environment": ENVIRONMENT,
     }
     assert f"| gka, drills 50% | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
+    arms_report.plot([results, results], args.data / "recall.png")
+    assert (args.data / "recall.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("asked", ["gka @ drills=.5", "gka @ drills=.5 answers=0", "gka @ drills=.5 more=1", "gka"])

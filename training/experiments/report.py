@@ -1,4 +1,4 @@
-"""The tables of all experiments, from their JSON files, and the pictures of three of them.
+"""The tables of all experiments, from their JSON files, and the pictures of four of them.
 
     python -m hf_memmix.training.experiments.report RESULTS.json [RESULTS.json ...] [--plot PLOT.png]
 
@@ -51,6 +51,7 @@ TABLES = {
     "levers": of_one(budget.levers),
 }
 PLOTS = {
+    "arms": arms_report.plot,
     "gka_vision_throughput": gka_vision.plot_throughput,
     "recall_grid": recall_teacher.plot,
     "recall_raised": raised_report.plot,

@@ -6,10 +6,16 @@ from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER
 from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.smollm2.few_shot import NLL
 from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR, FEW_SHOT
 
 HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "tokens alike", "answers, %")
+PLOTTED = {
+    "window 384, first token": "window 384",
+    "gka": "gka",
+    "gka + window 64, first token": "gka, window 64",
+}
 _QUESTIONS = "Tasks with examples: exact answers in percent; nll: nats of a right answer. "
 FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
 
@@ -41,6 +47,30 @@ def table(results: dict) -> str:
         f"{_choice(teacher, results['settings'])} {measured_at(results)}."
     )
     return "\n\n".join(parts)
+
+
+def plot(files: list[dict], path) -> None:
+    """Plot the probes by the length of the text: the arms of `PLOTTED` with drills and the usual number of tokens. An
+    arm of several files is that of the first.
+    """
+    lengths, lines = files[0]["settings"]["lengths"], {"teacher": finished(files[0])[:1]}
+    for results in files:
+        _, *students = finished(results)
+        usual, groups = min(row["tokens"] for row in students), {}
+        for row in students:
+            if row["arm"] in PLOTTED and row["drills"] and row["tokens"] == usual:
+                groups.setdefault(f"{len(row['keep'])} kept, {PLOTTED[row['arm']]}", []).append(row)
+        lines = groups | lines
+    lines = dict(sorted(lines.items(), key=lambda line: len(line[1][0].get("keep", range(99))), reverse=True))
+    panels = []
+    for probe in files[0]["settings"]["probes"]:
+        points = {
+            name: [(n, 100 * statistics.mean(row[f"{probe}_{n}_choice"] for row in rows)) for n in lengths]
+            for name, rows in lines.items()
+        }
+        axes = {"title": f"{probe}, % right", "xlabel": "tokens", "xscale": "log", "ylim": (0, 104)}
+        panels.append(Panel(points, axes | {"xticks": lengths, "xticklabels": lengths}))
+    draw(panels, path, measured_at(files[0] | {"rows": [row for rows in lines.values() for row in rows]}))
 
 
 def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) -> str:

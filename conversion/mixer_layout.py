@@ -114,9 +114,10 @@ def options_by_mixer(used: list[str], mixers: dict[str, dict] | None, plain: dic
     if unused := [name for name in mixers if name not in used and not (beside and name == WINDOW)]:
         raise UserError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
     if plain and len(used) > 1:
+        name = next(iter(plain))
         raise UserError(
-            f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
-            f' mixers={{"{used[0]}": {{...}}}}'
+            f"{name} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer: --option"
+            f' {used[0]}.{name}={plain[name]}, or in Python mixers={{"{used[0]}": {{"{name}": {plain[name]!r}}}}}'
         )
     if twice := [name for kind in used for name in plain if name in mixers.get(kind, {})]:
         name = twice[0]

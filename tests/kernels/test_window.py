@@ -53,8 +53,9 @@ def dtype(backend):
 
 
 def rows(native: bool = False, **tables):
-    """Every combination, with `native` also on that path; of a table with three values, `make test` runs those in
-    which every two values of size, form and table meet, and on Triton, which is slow in the interpreter, a few.
+    """Every combination, with `native` also on that path; of a table with three values, `make test` and Triton's
+    interpreter run those in which every two values of size, form and table meet; of the interpreter, which is slow,
+    `make test` runs a few.
     """
     found, wide = [], len(next(iter(tables.values()), ())) == 3
     every = [[*enumerate(table)] for table in (SIZES, FORMS, *tables.values())]
@@ -62,7 +63,10 @@ def rows(native: bool = False, **tables):
         places, values = zip(*row, strict=True)
         few = values[0] in ((3, 0), (8, 3)) and number % 5 == 0
         some = not wide or sum(places[:3]) % 3 == 0
-        for path, everyday in (("torch", some), *([("native", some)] if native else []), ("triton", few)):
+        paths = [("torch", some), *([("native", some)] if native else [])]
+        if few or some or DEVICE == "cuda":
+            paths.append(("triton", few))
+        for path, everyday in paths:
             marks = () if everyday else pytest.mark.product
             found.append(pytest.param(path, *values, marks=marks, id="-".join(map(str, (path, *values)))))
     return pytest.mark.parametrize(("backend", "size", "form", *tables), found, indirect=["backend"])

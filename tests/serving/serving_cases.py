@@ -134,5 +134,6 @@ CASES |= {second: dataclasses.replace(CASES[name], seed=1) for name, second in S
 WITH_PROMPTS = (ASSET, "several")
 # its attention layers keep keys and values in fp8
 WITH_FP8 = "gka"
-# served by two ranks
-DIVIDED = ("several", "coffee", "ska", "Echo_pure")
+# served by two ranks, whose processes do not know the mixer of the tests
+CASES["divided"] = Case((_KEPT, *ALONE), prompts=("few",))
+DIVIDED = ("divided", "Echo_pure")

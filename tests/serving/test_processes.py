@@ -162,12 +162,3 @@ def test_server_answers_concurrent_clients(folders, tmp_path):
         chat = ask_server(address, "chat/completions", messages=[{"role": "user", "content": TEXT}])
         assert chat["message"]["content"].strip() and chat["message"]["role"] == "assistant"
         assert_open_requests_end(address, process)
-
-
-def test_a_transformer_ends_open_requests_alike(tmp_path):
-    """The control of the test above: the model that was converted, served by vLLM alone."""
-    from hf_memmix.assets import asset_path
-
-    command = ["vllm.entrypoints.cli.main", "serve", str(asset_path("tiny_teacher"))]
-    with started(command, tmp_path / "server.log") as (address, process):
-        assert_open_requests_end(address, process)

@@ -181,10 +181,10 @@ def step_rows() -> list[tuple]:
 @torch.no_grad()
 @parametrize(("op", "name", "backend"), step_rows())
 def test_steps(op, name, backend):
-    """Decode steps from a state that earlier tokens left; in the interpreter, where each takes long, few."""
+    """Decode steps from a state that earlier tokens left; half as many in the interpreter, where each takes long."""
     shape = shape_of("short")
     if backend == "triton" and DEVICE == "cpu":
-        shape = shape._replace(T=5)
+        shape = shape._replace(T=9)  # SKA computes its operator anew within these
     inputs, start = changed(op, name, shape, torch.float32), op.draw_state(shape, 1, torch.float32)
     exact = {n: t.double() for n, t in inputs.items()}
     states = [s.double() for s in start]

@@ -91,7 +91,8 @@ _FIELDS = struct.Struct("24P13q2f")
 
 def runs_layer_step(op: str, x: Tensor) -> bool:
     """Whether a layer's step by the native code of `op` may run; a caller asks before it collects the arguments."""
-    if torch.is_grad_enabled() or not x.is_cpu or torch.compiler.is_compiling():
+    # is_compiling first: torch.compile would make a guard of every other condition
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.is_cpu:
         return False
     if x.shape[:2] != (1, 1) or torch.is_autocast_enabled("cpu"):
         return False

@@ -125,8 +125,8 @@ def _strings(item):
 class Engines:
     """Makes vLLM's engines; one lives at a time, and it is kept while the same one is asked for.
 
-    The start and the end of an engine search for garbage nine times. All that was imported is frozen, and one search
-    after each engine looks at it, too: with nine of them they were two thirds of the time of all tests.
+    The start and the end of an engine search for garbage nine times, which would take most of its time. So all that
+    was imported is frozen, and one search after each engine looks at it, too.
     """
 
     def __init__(self, folders: Path):

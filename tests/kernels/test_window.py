@@ -88,17 +88,28 @@ def test_equals_naive_in_any_split(size, form, length, dtype):
 
 @rows()
 def test_gradients_of_a_split_equal_those_of_naive(size, form, dtype):
-    inputs = draw(13, dtype)
-    given, weight = options(size, form), randn(2, 13, 4, 8, dtype=torch.float64)
+    check_gradients(13, 6, dtype, options(size, form))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"], indirect=True)
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_gradients_of_several_tiles_equal_those_of_naive(sinks, dtype):
+    """The last query that reads a tile of 32 keys is alone in its own tile of 32."""
+    check_gradients(70, 64, dtype, {"window": 34, "sinks": sinks})
+
+
+def check_gradients(length, first, dtype, given):
+    """Gradients of the whole and of two parts, the first with `first` tokens, equal those of naive."""
+    inputs, weight = draw(length, dtype), randn(2, length, 4, 8, dtype=torch.float64)
 
     def gradients(fn):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         return torch.autograd.grad((fn(*leaves) * weight).sum(), leaves)
 
     def split(q, k, v):
-        first, state = chunk_window(*(x[:, :6] for x in (q, k, v)), **given)
-        second, _ = chunk_window(*(x[:, 6:] for x in (q, k, v)), initial_state=state, **given)
-        return torch.cat([first, second], 1)
+        begin, state = chunk_window(*(x[:, :first] for x in (q, k, v)), **given)
+        second, _ = chunk_window(*(x[:, first:] for x in (q, k, v)), initial_state=state, **given)
+        return torch.cat([begin, second], 1)
 
     want = gradients(lambda q, k, v: naive_window(q, k, v, **given))
     for fn in (split, lambda q, k, v: chunk_window(q, k, v, **given)[0]):

@@ -92,7 +92,7 @@ class Case:
 _KEPT = "attention"
 # every feature is tested with these
 HYBRIDS = {name: Case((_KEPT, name, _KEPT, name), prompts=tuple(PROMPTS)) for name in MIXERS}
-HYBRIDS["several"] = Case(("gka", "mamba2", _KEPT, "lattice"), prompts=tuple(PROMPTS))
+HYBRIDS["several"] = Case(("gka", "gated_delta", _KEPT, "lattice"), prompts=tuple(PROMPTS))  # in one page
 ALONE = [name for name in MIXERS if name != BESIDE]  # a layer of two mixers is among the hybrids
 # no attention is left: only states
 PURE = {f"{name}_pure": Case((name,) * 3, prompts=("plain", "prefix")) for name in ALONE}

@@ -270,19 +270,19 @@ def test_graphs_are_cut_at_the_operator():
 @pytest.mark.cases("gka")
 def test_a_batch_without_metadata_of_a_layer(engines, monkeypatch):
     """It is not taken for the measurement of memory, whose outputs nobody reads."""
-    from hf_memmix.serving.vllm import layer
+    from hf_memmix.serving.vllm import mixer_server
 
-    assert layer.metadata_of(None, "a") is None
+    assert mixer_server.metadata_of(None, "a") is None
     for wrong in ([{}], {"another": object()}, {"a": object()}, {"a": None}):
         with pytest.raises(ValueError, match="vLLM runs layer a without its metadata"):
-            layer.metadata_of(wrong, "a")
-    engine, given, metadata_of = engines.get("gka", **ROOMY), [], layer.metadata_of
+            mixer_server.metadata_of(wrong, "a")
+    engine, given, metadata_of = engines.get("gka", **ROOMY), [], mixer_server.metadata_of
 
     def spy(batch, name):
         given.append(name)
         return metadata_of({key: value for key, value in batch.items() if key != name}, name)
 
-    monkeypatch.setattr(layer, "metadata_of", spy)
+    monkeypatch.setattr(mixer_server, "metadata_of", spy)
     with pytest.raises(ValueError, match="without its metadata"):
         ask(engine, references_of(engines.folders, "gka", "few"))
     assert given

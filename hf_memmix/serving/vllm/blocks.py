@@ -61,8 +61,8 @@ def add_layers(vllm_config):
     """Enter layers without memory into vLLM's table of layers with a cache: those that the model will have."""
     from vllm.model_executor.layers.attention import Attention
 
-    from .config import original_config
-    from .layer import MemoryLayer, page_sizes
+    from .config import attention_window, original_config
+    from .layer import add_memory_layers
     from .parameters import local_sizes
 
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
@@ -73,19 +73,16 @@ def add_layers(vllm_config):
             if kind != ATTENTION:
                 mixers[f"layers.{i}.mixer"] = local_sizes(new_layer(kind, config, i), parallel.tensor_parallel_size)
                 continue
-            kinds = getattr(config, "layer_types", None)  # without them vLLM gives all layers the same window
-            window = config.sliding_window if kinds and kinds[i] == "sliding_attention" else None
             Attention(
                 num_heads=model.get_num_attention_heads(parallel),
                 head_size=model.get_head_size(),
                 scale=1.0,
                 num_kv_heads=model.get_num_kv_heads(parallel),
                 cache_config=cache,
-                per_layer_sliding_window=window,
+                per_layer_sliding_window=attention_window(config, i),
                 prefix=f"layers.{i}.attn",
             )
-    for path, size in page_sizes(mixers, vllm_config).items():
-        MemoryLayer(mixers[path], path, vllm_config, size)
+    add_memory_layers(mixers, vllm_config)
 
 
 def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> dict[int, float]:
@@ -100,14 +97,29 @@ def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> di
     Raises:
         UserError: not one sequence of the longest length fits.
     """
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    blocks, model = divided(vllm_config, memory), vllm_config.model_config
+    longest, found = model.max_model_len, {}
+    for length in sorted({min(length, longest) for length in lengths}):
+        model.max_model_len = length
+        found[length] = get_max_concurrency_for_kv_cache_config(vllm_config, blocks)
+    model.max_model_len = longest
+    return found
+
+
+def divided(vllm_config, memory: int):
+    """How vLLM divides `memory` bytes of a device (KVCacheConfig): groups of layers, and the number of blocks.
+
+    Raises:
+        UserError: as above.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
-    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
     from vllm.v1.engine.core import get_kv_cache_configs  # its module differs between versions
 
     from .compat import resolve_layout
 
-    model = vllm_config.model_config
     with set_current_vllm_config(vllm_config):
         add_layers(vllm_config)
     current_platform.update_block_size_for_backend(vllm_config)
@@ -121,12 +133,7 @@ def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> di
             blocks, *_ = get_kv_cache_configs(vllm_config, stages, [memory] * len(stages))
         except ValueError as error:
             raise UserError(_line(error)) from error
-        longest, found = model.max_model_len, {}
-        for length in sorted({min(length, longest) for length in lengths}):
-            model.max_model_len = length
-            found[length] = get_max_concurrency_for_kv_cache_config(vllm_config, blocks)
-        model.max_model_len = longest
-    return found
+    return blocks
 
 
 def _stages(specs: dict, vllm_config) -> list[dict]:
@@ -134,8 +141,9 @@ def _stages(specs: dict, vllm_config) -> list[dict]:
     from vllm.distributed.utils import get_pp_indices
 
     stages, found = vllm_config.parallel_config.pipeline_parallel_size, []
+    layers = vllm_config.model_config.hf_config.mixer_types
     for stage in range(stages):
-        start, end = get_pp_indices(len(specs), stage, stages)
+        start, end = get_pp_indices(len(layers), stage, stages)
         found.append({name: spec for name, spec in specs.items() if start <= int(name.split(".")[1]) < end})
     return found
 

@@ -11,7 +11,7 @@ from ...mixers import ATTENTION, MemoryMixer, new_layer
 from ..families import refusal_of_serving
 from .options import refusal_of_options
 
-OP = "vllm::memmix_mix"  # the operator of layer.py
+OP = "vllm::memmix_mix"  # the operator of mixer_server.py
 _LAYER_TYPES = "memmix_backbone_layer_types"
 
 
@@ -50,7 +50,7 @@ class MemMixVerifyAndUpdate(VerifyAndUpdateConfig):
         if refusal := refusal_of_options(vllm_config):
             raise ValueError(refusal)
         if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
-            for mixer in mixers_of(original_config(vllm_config.model_config.hf_config)):
+            for mixer in mixers_of(original_config(vllm_config.model_config.hf_config)).values():
                 try:
                     mixer.tp_plan(ranks)
                 except ValueError as error:
@@ -81,12 +81,23 @@ def original_config(hf_config) -> MemMixConfig:
     return config
 
 
-def mixers_of(config) -> list[MemoryMixer]:
-    """One mixer of each kind that the configuration has, without memory for its parameters. In a backbone where some
-    layers have a sliding window, windows are of two kinds.
+def layer_kinds(config) -> dict[int, tuple]:
+    """What the sizes of a mixer depend on, by layer: its kind, and its window, which differs in a backbone where some
+    layers have one.
     """
+    return {i: (kind, window_of(config, i)) for i, kind in enumerate(config.mixer_types) if kind != ATTENTION}
+
+
+def mixers_of(config) -> dict[tuple, MemoryMixer]:
+    """One mixer of each of the `layer_kinds`, without memory for its parameters."""
     first = {}
-    for i, kind in enumerate(config.mixer_types):
-        first.setdefault((kind, window_of(config, i)), i)
+    for i, kind in layer_kinds(config).items():
+        first.setdefault(kind, i)
     with torch.device("meta"):
-        return [new_layer(kind, config, i) for (kind, _), i in first.items() if kind != ATTENTION]
+        return {kind: new_layer(kind[0], config, i) for kind, i in first.items()}
+
+
+def attention_window(config, layer: int) -> int | None:
+    """The tokens that vLLM keeps in a layer with attention; None: all. Without a list of types it keeps all."""
+    types = getattr(config, "layer_types", None)
+    return config.sliding_window if types and types[layer] == "sliding_attention" else None

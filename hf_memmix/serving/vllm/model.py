@@ -25,9 +25,10 @@ from ...swap import decoder_layers, modules_of, swap_attention, swap_feed_forwar
 from .compat import KeptAttention
 from .config import original_config
 from .joined import JoinedLayers
-from .layer import PAGE_DTYPE, MemoryLayer, largest_page, page_shape, page_sizes
+from .layer import add_memory_layers
 from .loading import CheckpointNames, check_loaded, check_not_packed, forget_packed_weights, mark_unloaded
 from .metadata import MemoryBackend, backend_beside
+from .page_plan import PAGE_DTYPE, largest_page, page_shape
 from .parameters import replace_parameters
 from .shared_class import share_class
 
@@ -128,8 +129,8 @@ class MemMixMixin(KeptAttention):
         stages, kept = self.pp_group.world_size, ATTENTION in self.memmix_config.mixer_types
         beside = self.attention_backend if stages > 1 and kept else None
         backend = MemoryBackend if beside is None else backend_beside(beside)
-        for path, size in page_sizes(self.mixers, self.vllm_config).items():
-            MemoryLayer(self.mixers[path], f"{prefix}.model.{path}".lstrip("."), self.vllm_config, size, backend)
+        mixers = {f"{prefix}.model.{path}".lstrip("."): mixer for path, mixer in self.mixers.items()}
+        add_memory_layers(mixers, self.vllm_config, backend)
 
     def load_weights(self, weights):
         """As in vLLM, but raise ValueError if the checkpoint lacks a parameter; vLLM does not check linear layers.

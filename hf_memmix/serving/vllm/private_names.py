@@ -171,6 +171,12 @@ NAMES = (
     Name(_PARALLEL, ("use_ubatching",), "read to refuse it"),
     Name(_SCHEDULER, ("enable_chunked_prefill",), "read to refuse prefix caching without it"),
     Name(_SCHEDULER, ("disable_hybrid_kv_cache_manager",), "read to refuse it"),
+    Name(_SCHEDULER, ("max_num_batched_tokens",), "read: a page is not longer, in tokens, than half a step"),
+    Name(
+        _SCHEDULER,
+        ("long_prefill_token_threshold",),
+        "read: a page is not longer, in tokens, than a piece of a prompt",
+    ),
     Name(_SCHEDULER, ("max_num_seqs",), "read for the largest prefill that vLLM measures"),
     Name(_MODEL, ("quantization",), "read to refuse most of it"),
     Name(_ALL, ("quant_config",), "read to refuse a reload of quantised weights"),
@@ -178,6 +184,8 @@ NAMES = (
     Name(_MODEL, ("revision",), "read: the states on disk of another revision are others"),
     Name(_ALL, ("load_config",), "read to refuse a reload of weights with states on disk"),
     Name("config:LoadConfig", ("load_format",), "read to refuse a reload of weights with states on disk"),
+    Name(_MODEL, ("get_num_kv_heads",), "called: a page as tokens of attention"),
+    Name(_MODEL, ("get_head_size",), "called: a page as tokens of attention"),
     Name(_MODEL, ("get_num_experts",), "called to choose the class with fused experts"),
     *(
         Name(_ALL, (field,), "read to refuse it")

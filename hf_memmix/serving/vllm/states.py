@@ -294,7 +294,7 @@ def _block_size(vllm_config, groups) -> int:
 
 
 def _identity(vllm_config, folder: Path, groups, block: int) -> str:
-    """Of everything that the contents of blocks depend on."""
+    """Of everything that the contents of blocks depend on. The names of layers tell which mixers share a page."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return identity(
         folder,

@@ -226,16 +226,16 @@ def test_compiled(engines):
     assert engine.llm_engine.vllm_config.compilation_config.mode > 0
 
 
-@pytest.mark.cases("several")
-def test_projections_are_one_product(engines):
+@pytest.mark.parametrize(("case", "alone"), [("several", 0), ("mamba2", 2)])  # Mamba-2 has one projection
+def test_projections_are_one_product(case, alone, engines):
     """The checkpoint's layers are loaded one by one into one weight."""
 
     def joined(model):
         return {path: mixer.joined_layers for path, mixer in model.mixers.items()}
 
-    (found,) = engines.get("several", **ROOMY).apply_model(joined)
-    saved = load_file(engines.folders / "several" / "model.safetensors")
-    assert sum(layers is None for layers in found.values()) == 1  # Mamba-2 has one projection
+    (found,) = engines.get(case, **ROOMY).apply_model(joined)
+    saved = load_file(engines.folders / case / "model.safetensors")
+    assert sum(layers is None for layers in found.values()) == alone
     for path, layers in found.items():
         if layers is not None:
             parts = [saved[f"model.{path}.{name}.weight"] for name in layers.sizes]

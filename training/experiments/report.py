@@ -22,7 +22,7 @@ from hf_memmix.training.experiments.gka_vision import report as gka_vision
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.recall_teacher import raised_report
 from hf_memmix.training.experiments.recall_teacher import report as recall_teacher
-from hf_memmix.training.experiments.smollm2 import arms_report, kept_layers, long_starts
+from hf_memmix.training.experiments.smollm2 import arms_report, kept_layers, long_starts, served
 
 
 def of_one(function: Callable) -> Callable:
@@ -48,6 +48,7 @@ TABLES = {
     "kept_layers": of_one(kept_layers.table),
     "long_starts": of_one(long_starts.table),
     "arms": of_one(arms_report.table),
+    "served": of_one(served.table),
     "levers": of_one(budget.levers),
 }
 PLOTS = {

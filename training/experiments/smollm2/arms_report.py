@@ -23,7 +23,7 @@ def finished(results: dict) -> list[dict]:
 
 
 def table(results: dict) -> str:
-    """The tables, and below them how the kept layers were chosen."""
+    """The tables, and below them how they were measured."""
     teacher, *students = finished(results)
     counts = sorted({len(row["keep"]) for row in students}, reverse=True)
     # the shortest length asks for little: the windows read most of it
@@ -41,7 +41,7 @@ def table(results: dict) -> str:
         f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
         f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
         f"{_QUESTIONS * bool(_tasks(teacher))}"
-        f"{_choice(teacher, results['settings'])} {measured_at(results)}."
+        f"{measured_at(results)}."
     )
     return "\n\n".join(parts)
 
@@ -97,7 +97,7 @@ def _name(row: dict, usual: int) -> str:
     """An arm, and what it has in place of the common settings beside kept layers and seed."""
     changes = [f"{row['tokens'] / 1e6:.1f}M tokens"] if row["tokens"] != usual else []
     if row.get("drills"):
-        changes.append(f"drills {row['drills']:.0%}")
+        changes.append("drills" if row["drills"] == 0.5 else f"drills {row['drills']:.0%}")
     changes += [f"{name} {row[name]:g}" for name in ("answers", "rate") if row.get(name) is not None]
     changes += ["more sentences"] if row.get("more") else []
     return ", ".join([row["arm"].replace(FIRST_TOKEN, ""), *changes])
@@ -156,11 +156,3 @@ def _shares(rows: list[dict], names: list[str]) -> list[str]:
 def _span(values: list[str]) -> str:
     low, high = min(values, key=float), max(values, key=float)
     return low if low == high else f"{low} to {high}"
-
-
-def _choice(teacher: dict, settings: dict) -> str:
-    first, *steps = teacher["choice"]["trace"]
-    return (
-        f"Choice of kept layers: with `window={settings['window']}` and `sinks={settings.get('sinks', 0)}` in place of"
-        f" all, the loss before training is {first['loss']:.2f}, with the kept ones {[first, *steps][-1]['loss']:.2f}."
-    )

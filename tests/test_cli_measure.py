@@ -186,7 +186,7 @@ def test_a_greedy_choice_before_any_training(workspace):
     converted = result_of(memmix("convert", *teacher, "--plan", plan, "--out", workspace / "s", "--json"))
     assert converted["kept"] == saved["keep"]
     own = json.loads((workspace / "s" / "config.json").read_text())["mixers"]["window"]
-    assert own == WindowOptions(window=512, use_rope=True, norm_eps=own["norm_eps"]).to_dict()  # no stand-in
+    assert own == WindowOptions(window=512, sinks=1, use_rope=True, norm_eps=own["norm_eps"]).to_dict()  # no stand-in
     assert read_plan(plan)["trace"] == saved["trace"]  # of a card
 
     for written in (plan, plan.with_suffix(".png")):

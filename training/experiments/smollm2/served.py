@@ -1,14 +1,12 @@
 """A student of SmolLM2 on vLLM: are its tokens those of generate(), and is its recall that of `memmix eval`?
 
-    python training/experiments/smollm2/served.py --teacher .scratch/smollm2_teacher --student runs/real/student \
-        --text .scratch/smollm2/heldout.txt --out training/experiments/smollm2/results/served.json
+    python training/experiments/smollm2/served.py --student runs/real/student --text .scratch/smollm2/heldout.txt \
+        --out training/experiments/smollm2/results/served.json
 
 It runs in an environment with vLLM. Transformers comes first, because vLLM changes its classes of decoders.
 """
 
-import gc
 import importlib.metadata
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +26,6 @@ SEED, TASKS = 0, ("fact", "pairs")
 
 
 def main(
-    teacher: Annotated[Path, typer.Option(help="folder of the teacher")],
     student: Annotated[Path, typer.Option(help="folder of the student")],
     text: Annotated[Path, typer.Option(help="held-out text of prompts and probes")],
     out: Annotated[Path, typer.Option(help="JSON file of the results")],
@@ -37,7 +34,7 @@ def main(
     prompts: Annotated[int, typer.Option(help="texts that are continued at the same time")] = 16,
     new_tokens: Annotated[int, typer.Option(help="tokens of each")] = 64,
 ) -> None:
-    """Compare greedy tokens and exact answers on vLLM with those of Transformers, in fp32, and time both models."""
+    """Compare greedy tokens and exact answers on vLLM with those of Transformers, in fp32."""
     material = Material(AutoTokenizer.from_pretrained(student), text.read_text(encoding="utf-8"))
     asked = {task: [one for d in DEPTHS for one in draw(task, material, length, d, SEED, samples)] for task in TASKS}
     begins = [material.filler[length * i : length * (i + 1)] for i in range(prompts)]
@@ -45,11 +42,9 @@ def main(
     own = greedy_tokens(model, torch.tensor(begins), new_tokens, batch_size=4)
     exact = {task: [found.exact for found in score(model, of, 4, control=False)] for task, of in asked.items()}
     del model
-    with Served(student, length + new_tokens, prompts) as server:
-        texts, student_s = server.timed(begins, new_tokens)
-        right = {task: server.right(of) for task, of in asked.items()}
-    with Served(teacher, length + new_tokens, prompts) as server:
-        teacher_s = server.timed(begins, new_tokens)[1]
+    llm = _engine(student, length + new_tokens, prompts)
+    texts = _greedy(llm, begins, [new_tokens] * prompts)
+    right = {task: _right(llm, of) for task, of in asked.items()}
     write_json(
         out,
         {
@@ -57,7 +52,6 @@ def main(
             "environment": environment() | {"vllm": importlib.metadata.version("vllm")},
             "settings": {"length": length, "seed": SEED, "dtype": "float32"},
             "texts": divergence_of(torch.tensor(texts), own),
-            "seconds": {"student": student_s, "teacher": teacher_s},
             "recall": {
                 task: {
                     "answers": len(exact[task]),
@@ -85,42 +79,26 @@ def table(results: dict) -> str:
     )
 
 
-class Served:
-    """A model in vLLM, as long as the context lasts."""
+def _engine(folder: Path, longest: int, sequences: int):
+    from vllm import LLM
 
-    def __init__(self, folder: Path, longest: int, sequences: int):
-        from vllm import LLM
+    options = {"max_model_len": longest, "max_num_seqs": sequences, "enable_prefix_caching": False}
+    return LLM(str(folder), dtype="float32", **options)
 
-        self.llm = LLM(
-            str(folder), dtype="float32", max_model_len=longest, max_num_seqs=sequences, enable_prefix_caching=False
-        )
 
-    def __enter__(self):
-        return self
+def _greedy(llm, prompts: list[list[int]], new_tokens: list[int]) -> list[list[int]]:
+    from vllm import SamplingParams
 
-    def __exit__(self, *_):
-        del self.llm
-        gc.collect()
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new_tokens]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [list(one.outputs[0].token_ids) for one in llm.generate(given, params, use_tqdm=False)]
 
-    def greedy(self, prompts: list[list[int]], new_tokens: list[int]) -> list[list[int]]:
-        from vllm import SamplingParams
 
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in new_tokens]
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(one.outputs[0].token_ids) for one in self.llm.generate(given, params, use_tqdm=False)]
-
-    def timed(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
-        """The new tokens, and the seconds of a second run of all prompts at once."""
-        counts = [new_tokens] * len(prompts)
-        self.greedy(prompts, counts)
-        begin = time.perf_counter()
-        return self.greedy(prompts, counts), time.perf_counter() - begin
-
-    def right(self, samples: list) -> list[bool]:
-        """Whether the model says exactly the answers of the samples."""
-        pairs = [(sample.ids, answer) for sample in samples for answer in sample.answers]
-        said = self.greedy([ids[: a.start] for ids, a in pairs], [a.stop - a.start for _, a in pairs])
-        return [tokens == ids[a.start : a.stop] for tokens, (ids, a) in zip(said, pairs, strict=True)]
+def _right(llm, samples: list) -> list[bool]:
+    """Whether the model says exactly the answers of the samples."""
+    pairs = [(sample.ids, answer) for sample in samples for answer in sample.answers]
+    said = _greedy(llm, [ids[: a.start] for ids, a in pairs], [a.stop - a.start for _, a in pairs])
+    return [tokens == ids[a.start : a.stop] for tokens, (ids, a) in zip(said, pairs, strict=True)]
 
 
 if __name__ == "__main__":

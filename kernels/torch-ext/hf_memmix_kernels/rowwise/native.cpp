@@ -23,35 +23,26 @@ void turned(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t
     }
 }
 
-// y, out and, if it is not null, gate [rows, D]; weight [groups, D], of which row r takes r % groups. NORM of native_path.py has
-// the same fields.
-struct Norm {
-    const void *y, *gate, *weight;
-    void* out;
-    int64_t D, groups, activation, norm_first, in_bf16;
-    float eps, limit, gate_limit;
-};
-
 template <class T>
-void norm(const Norm& n, int64_t first, int64_t last) {
-    const int64_t D = n.D;
+void norm(const T* y, const T* gate, const T* weight, T* out, int64_t D, int64_t groups, float eps, int64_t activation,
+          bool norm_first, float limit, float gate_limit, int64_t first, int64_t last) {
     std::vector<float> values(D), gates(D, 1.0f);
-    const T *y = as<T>(n.y) + first * D, *gate = n.gate ? as<T>(n.gate) + first * D : nullptr;
-    T* out = static_cast<T*>(n.out) + first * D;
+    y += first * D, out += first * D;
+    if (gate) gate += first * D;
     for (int64_t row = first; row < last; ++row, y += D, out += D) {
-        const T* w = as<T>(n.weight) + row % n.groups * D;
+        const T* w = weight + row % groups * D;
         if (gate) {
-            for (int64_t i = 0; i < D; ++i) gates[i] = activate(cut(load(gate[i]), n.gate_limit), n.activation);
+            for (int64_t i = 0; i < D; ++i) gates[i] = activate(cut(load(gate[i]), gate_limit), activation);
             gate += D;
         }
         float square = 0;
         for (int64_t i = 0; i < D; ++i) {
-            values[i] = cut(load(y[i]), n.limit) * (n.norm_first ? 1.0f : gates[i]);
+            values[i] = cut(load(y[i]), limit) * (norm_first ? 1.0f : gates[i]);
             square += values[i] * values[i];
         }
-        const float scale = 1 / std::sqrt(square / D + n.eps);
+        const float scale = 1 / std::sqrt(square / D + eps);
         for (int64_t i = 0; i < D; ++i)
-            store(out[i], values[i] * scale * load(w[i]) * (n.norm_first ? gates[i] : 1.0f));
+            store(out[i], values[i] * scale * load(w[i]) * (norm_first ? gates[i] : 1.0f));
     }
 }
 
@@ -81,6 +72,15 @@ EXPORT void heads(const void* x, const void* cos, const void* sin, void* y, int6
     in_bf16 ? run(bf16()) : run(float());
 }
 
-EXPORT void gated_norm(const Norm* n, int64_t first, int64_t last) {
-    n->in_bf16 ? norm<bf16>(*n, first, last) : norm<float>(*n, first, last);
+// Rows first .. last - 1 of y, out and, if it is not null, gate [rows, D]; weight [groups, D], of which row r takes
+// r % groups
+EXPORT void gated_norm(const void* y, const void* gate, const void* weight, void* out, int64_t D, int64_t groups, float eps,
+                       int64_t activation, int64_t norm_first, float limit, float gate_limit, int64_t in_bf16,
+                       int64_t first, int64_t last) {
+    if (in_bf16)
+        norm<bf16>(static_cast<const bf16*>(y), static_cast<const bf16*>(gate), static_cast<const bf16*>(weight),
+                   static_cast<bf16*>(out), D, groups, eps, activation, norm_first, limit, gate_limit, first, last);
+    else
+        norm<float>(static_cast<const float*>(y), static_cast<const float*>(gate), static_cast<const float*>(weight),
+                    static_cast<float*>(out), D, groups, eps, activation, norm_first, limit, gate_limit, first, last);
 }

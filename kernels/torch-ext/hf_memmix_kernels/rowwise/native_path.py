@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import math
-import struct
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from .._native import ACTIVATIONS, INTEGER, POINTER, REAL, address, dense, funct
 
 HEADS = (*[POINTER] * 4, *[INTEGER] * 3, POINTER, *[INTEGER] * 3)
 DECAY = (*[POINTER] * 5, INTEGER, *[REAL] * 3, INTEGER, INTEGER)
-NORM = struct.Struct("4P5q3f")  # a decode step has many norms: ctypes takes longer to convert so many arguments
+NORM = (*[POINTER] * 4, *[INTEGER] * 2, REAL, *[INTEGER] * 2, REAL, REAL, *[INTEGER] * 3)
 WORK = 20  # operations per number, about
 
 
@@ -55,12 +54,9 @@ def gated_norm_native(
     y, gate, weight = y.contiguous(), None if gate is None else gate.contiguous(), weight.contiguous()
     out, dim = torch.empty_like(y), y.shape[-1]
     call = functools.partial(
-        function(library, "gated_norm", (POINTER, INTEGER, INTEGER)),
-        NORM.pack(
-            y.data_ptr(), address(gate) or 0, weight.data_ptr(), out.data_ptr(), dim, weight.numel() // dim,
-            ACTIVATIONS.index(activation), norm_first, y.dtype == torch.bfloat16, eps,
-            math.inf if limit is None else limit, math.inf if gate_limit is None else gate_limit,
-        ),
+        function(library, "gated_norm", NORM), y.data_ptr(), address(gate), weight.data_ptr(), out.data_ptr(), dim,
+        weight.numel() // dim, eps, ACTIVATIONS.index(activation), norm_first, math.inf if limit is None else limit,
+        math.inf if gate_limit is None else gate_limit, y.dtype == torch.bfloat16,
     )  # fmt: skip
     over_rows(call, y.numel() // dim, WORK * y.numel())
     return out

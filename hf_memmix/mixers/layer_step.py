@@ -53,8 +53,9 @@ def layer_around(
     if found is None:
         return None
     weights, biases = found
-    of_no_use = biases[4 : len(biases) - bool(gate)]  # native code has none for convolutions and inside the gate
-    if of_no_use != [None] * len(of_no_use):
+    # native code adds biases to the four projections and to the gate's last layer only
+    without_bias = biases[4 : len(biases) - bool(gate)]
+    if without_bias != [None] * len(without_bias):
         return None
     plain, angles = mixer.plain, (None, None, 0)
     if mixer.use_rope:

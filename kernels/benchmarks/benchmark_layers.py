@@ -4,13 +4,14 @@ token of a prompt.
     python kernels/benchmarks/benchmark_layers.py --out conversion/layer_times.json
 
 `memmix select` reads the result to estimate what a mixture of mixers costs (`hf_memmix.conversion.layer_cost`).
-Weights (bf16) and inputs are random. "decode" is one step in a CUDA graph that runs several layers in turn, which
-together are larger than the L2 cache, divided by their number. "prefill" is one call of one layer with B = 1, between
-CUDA events, divided by the number of tokens; for short inputs it includes what Python needs to launch the kernels.
-`context` is the number of tokens that attention reads: for decode those in its cache, for prefill those of the prompt.
-`weight_bytes` are those of the layer's parameters, `memory_bytes` those that a decode step reads per sequence: states,
-or keys and values. Each kind runs in a process of its own with a time limit. Rows of kinds in --only are replaced; all
-other rows are kept.
+A mixer has the options of a default conversion, a window so 512 tokens. Weights (bf16) and inputs are random. "decode"
+is one step in a CUDA graph that runs several layers in turn, which together are larger than the L2 cache, divided by
+their number. "prefill" is one call of one layer with B = 1, between CUDA events, divided by the number of tokens; for
+short inputs it includes what Python needs to launch the kernels. `context` is the number of tokens before the step, or
+those of the prompt: attention reads them all. `weight_bytes` are those of the layer's parameters, `memory_bytes` those
+that a decode step reads per sequence: states, or keys and values. Each kind runs in a process of its own with a time
+limit. Rows of kinds in --only are replaced; all other rows are kept, if they are of the same GPU, because `memmix
+select` compares the kinds.
 """
 
 import argparse
@@ -28,16 +29,18 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_memmix
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.conversion.records import write_json
+from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
 
-KINDS = ("attention", "gka", "lattice", "mamba2", "coffee", "ska")
+KINDS = (ATTENTION, *STARTS)
 # hidden size, heads, heads of k and v, head size
 SIZES = ((1024, 16, 8, 64), (2048, 32, 8, 64), (4096, 32, 8, 128))
 DECODE_BATCHES, DECODE_CONTEXTS, PREFILL = (1, 32), (1024, 16384), (4096, 16384)
 STREAMED_BYTES = 150e6  # three times the L2 cache
-WARM_UP_TOKENS = 64
 
 
 def config_of(hidden: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> LlamaConfig:
@@ -97,8 +100,8 @@ class Mixers(Attention):
 
     def steps(self, batch: int, context: int, rotary) -> Callable[[], None]:
         size = self.config.hidden_size
-        past = torch.randn(batch, WARM_UP_TOKENS, size, device=self.device, dtype=torch.bfloat16)
-        at = torch.arange(WARM_UP_TOKENS, device=self.device)[None]
+        past = torch.randn(batch, context, size, device=self.device, dtype=torch.bfloat16)
+        at = torch.arange(context, device=self.device)[None]
         before, now = rotary(past, at), rotary(past, at[:, -1:])
         x = past[:, -1:].clone()
         states = [module.scan(module.project_rows(past, before), None)[1] for module in self.modules]
@@ -134,16 +137,23 @@ def _heads(module, x, cos, sin, head_dim: int):
     return rotated(q), rotated(k), v
 
 
+def student_config(kind: str, config: LlamaConfig) -> hf_memmix.MemMixConfig:
+    """The configuration of a model with a mixer in all layers, as a conversion writes it."""
+    one = LlamaConfig.from_dict(config.to_dict() | {"num_hidden_layers": 1})
+    mixers = convert_model(AutoModelForCausalLM.from_config(one, dtype=torch.bfloat16), kind).config.mixers
+    return hf_memmix.memmix_config(config, [kind] * config.num_hidden_layers, mixers)
+
+
 def build(kind: str, size: tuple[int, ...], device: str):
     """The layers of one kind, enough of them to leave no weight in the L2 cache, and the rotary embeddings."""
     hidden, heads, kv_heads, head_dim = size
     layers = math.ceil(STREAMED_BYTES / (2 * hidden * head_dim * (2 * heads + 2 * kv_heads)))
     config = config_of(*size, layers if device == "cuda" else 2)
-    full = config if kind == "attention" else hf_memmix.memmix_config(config, [kind] * config.num_hidden_layers)
     torch.manual_seed(0)
+    full = config if kind == ATTENTION else student_config(kind, config)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(full, dtype=torch.bfloat16).eval()
-    if kind == "attention":
+    if kind == ATTENTION:
         layers = Attention([layer.self_attn for layer in model.model.layers], full, device)
     else:
         layers = Mixers(list(memory_mixers(model).values()), full, device)
@@ -186,7 +196,7 @@ def measure(kind: str, device: str, sizes) -> list[dict]:
         shape = dict(zip(("hidden_size", "heads", "kv_heads", "head_dim"), size, strict=True))
         weights = sum(p.numel() * p.element_size() for p in layers.modules[0].parameters())
         common = {"kind": kind, **shape, "weight_bytes": weights}
-        contexts = DECODE_CONTEXTS if kind == "attention" else DECODE_CONTEXTS[:1]
+        contexts = DECODE_CONTEXTS if kind == ATTENTION else DECODE_CONTEXTS[:1]
         for batch in DECODE_BATCHES:
             for context in contexts if device == "cuda" else (64,):
                 run = layers.steps(batch, context, rotary)
@@ -216,21 +226,37 @@ def main():
     if args.rows_of:
         write_json(args.out, measure(args.rows_of, args.device, SIZES if args.device == "cuda" else SIZES[:1]))
         return
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else "none"
+    record = {"device": machine, "dtype": "bfloat16", "measured": {}, "rows": []}
+    if args.out.exists():
+        kept = json.loads(args.out.read_text())
+        if kept["device"] == machine:
+            record = kept
+        elif others := sorted({row["kind"] for row in kept["rows"]}.difference(args.only)):
+            parser.error(
+                f"{args.out} has times of {', '.join(others)} on {kept['device']}, and this machine is {machine};"
+                " leave --only out, or write to another file"
+            )
     for kind in args.only:
-        with tempfile.TemporaryDirectory() as scratch:
-            part = Path(scratch) / "rows.json"
-            command = [sys.executable, __file__, "--out", str(part), "--rows-of", kind, "--device", args.device]
-            try:
-                subprocess.run(command, timeout=args.limit, check=True)
-            except subprocess.SubprocessError as error:
-                print(f"{kind}: {str(error).splitlines()[0][:200]}", flush=True)
-                continue
-            rows = [row for row in rows if row["kind"] != kind] + json.loads(part.read_text())
-        machine = torch.cuda.get_device_name() if args.device == "cuda" else "none"
-        record = {"device": machine, "torch": torch.__version__, "commit": args.commit, "dtype": "bfloat16"}
-        write_json(args.out, record | {"rows": rows})
+        rows = rows_of(kind, args.device, args.limit)
+        if rows is not None:
+            record["rows"] = [row for row in record["rows"] if row["kind"] != kind] + rows
+            record["measured"][kind] = {"torch": torch.__version__, "commit": args.commit}
+            write_json(args.out, record)
+
+
+def rows_of(kind: str, device: str, limit: int) -> list[dict] | None:
+    """`measure` in a process of its own; None if it fails or takes longer than `limit` seconds, which is printed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        part = Path(scratch) / "rows.json"
+        command = [sys.executable, __file__, "--out", str(part), "--rows-of", kind, "--device", device]
+        try:
+            subprocess.run(command, timeout=limit, check=True)
+        except subprocess.SubprocessError as error:
+            print(f"{kind}: {str(error).splitlines()[0][:200]}", flush=True)
+            return None
         print(f"{kind}: done", flush=True)
+        return json.loads(part.read_text())
 
 
 if __name__ == "__main__":

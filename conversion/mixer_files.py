@@ -1,8 +1,8 @@
 """Files that hold the trained mixers of one kind in many layers, without the rest of the model: `<mixer>.safetensors`.
 
 `memmix select` writes a folder of them, one file per candidate; the student of its plan takes each layer's mixer from
-there. Names of tensors are `<layer>.<name in the mixer>`. The metadata hold the mixer's options and the identity of
-the training.
+there. Names of tensors are `<layer>.<name in the mixer>`. The metadata hold the options of each layer and the identity
+of the training.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hashes import open_sealed, save_sealed
 from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
-from hf_memmix.conversion.taken_mixers import different_options
+from hf_memmix.conversion.taken_mixers import different_options, layer_options
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import MemoryMixer
 
@@ -36,9 +36,14 @@ def write_mixers(student: PreTrainedModel, path: str | Path, identity: dict) -> 
         for layer in layers
         for name, tensor in attention_module(student, layer).state_dict().items()
     }
-    record = {"mixer": mixer, "options": dict(student.config.mixers[mixer]), "identity": identity}
+    record = {"mixer": mixer, "options": options_of_layers(student), "identity": identity}
     with explain_write_errors(path, "Make room and run the same command again"), replace_file(path) as part:
         save_sealed(tensors, part, record)
+
+
+def options_of_layers(student: PreTrainedModel) -> dict[str, dict]:
+    """`layer_options` of the mixers of a student, by layer, as a file holds them."""
+    return {str(layer): layer_options(attention_module(student, layer)) for layer in student.config.memory_layers}
 
 
 def read_metadata(path: str | Path) -> dict | None:
@@ -65,9 +70,14 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
     layer, path = mixer.layer_idx, mixer_file(folder, mixer.name)
     if not path.is_file():
         raise UserError(f"{str(folder)!r} has no {path.name}, the trained mixers of layer {layer}")
+    lacks = UserError(
+        f"{str(path)!r} does not fit layer {layer}: it lacks the layer, or was trained with other options; convert"
+        " with the options of the trained mixers"
+    )
     with open_sealed(path, AGAIN) as file:
-        trained, own = file.record["options"], mixer.options.to_dict()
-        if different := different_options(mixer.name, own, trained):
+        if (trained := file.record["options"].get(str(layer))) is None:
+            raise lacks
+        if different := different_options(layer_options(mixer), trained):
             raise UserError(
                 f"{str(path)!r} does not fit layer {layer}: it was trained with other options ({different}); convert"
                 " with the options of the trained mixers"
@@ -78,10 +88,7 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
         with torch.no_grad():
             mixer.load_state_dict(tensors)
     except RuntimeError:
-        raise UserError(
-            f"{str(path)!r} does not fit layer {layer}: it lacks the layer, or was trained with other options;"
-            " convert with the options of the trained mixers"
-        ) from None
+        raise lacks from None
 
 
 def convert_by_plan(teacher: PreTrainedModel, path: str | Path, **options) -> PreTrainedModel:

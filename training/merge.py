@@ -11,11 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import load_model
-from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.model_files import check_converted
-from hf_memmix.conversion.taken_mixers import different_options
+from hf_memmix.conversion.taken_mixers import different_options, layer_options
 from hf_memmix.errors import UserError
-from hf_memmix.mixers import ATTENTION
 
 
 @torch.no_grad()
@@ -37,11 +36,11 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
         tensors = part.state_dict()
         if getattr(part.config, "mixer_types", None) != merged.config.mixer_types or tensors.keys() != first.keys():
             raise UserError(f"{str(folder)!r} is another model than {str(start)!r}; give the outputs of align on it")
-        for kind in sorted({*merged.config.mixer_types} - {ATTENTION}):
-            if different := different_options(kind, merged.config.mixers[kind], part.config.mixers[kind]):
+        for layer in prefixes:
+            if different := different_options(*(layer_options(attention_module(m, layer)) for m in (merged, part))):
                 raise UserError(
-                    f"{str(start)!r} and {str(folder)!r} differ in options of {kind} ({different}); give the outputs"
-                    " of align on one student"
+                    f"{str(start)!r} and {str(folder)!r} differ in options of layer {layer} ({different}); give the"
+                    " outputs of align on one student"
                 )
         changed = {name for name, tensor in tensors.items() if not torch.equal(tensor, first[name])}
         for layer, prefix in prefixes.items():

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, read_config
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.taken_mixers import load_mixer, no_mixer
 from hf_memmix.errors import UserError
-from hf_memmix.mixers import MIXERS, MemoryMixer
+from hf_memmix.mixers import MemoryMixer, new_layer
 
 
 class TrainedMixers:
@@ -42,10 +44,11 @@ class TrainedMixers:
             raise no_mixer(layer)
         own = (one for one in able if one[1].mixer_types[layer] == mixer.name)
         folder, config, checkpoint = next(own, able[0])
-        kind = config.mixer_types[layer]
         with checkpoint:
             names = [name for name in checkpoint.tensors if name.startswith(prefix)]
             values = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
         for name, value in values.items():
             check_finite_tensor(value, prefix + name, repr(str(folder)))
-        load_mixer(mixer, values, kind, MIXERS[kind].options_of(config, layer).to_dict())
+        with torch.device("meta"):
+            trained = new_layer(config.mixer_types[layer], config, layer)
+        load_mixer(mixer, values, trained)

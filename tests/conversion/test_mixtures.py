@@ -182,26 +182,35 @@ def test_mixers_are_taken_from_several_trained_students(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["mamba2.safetensors", "ska.safetensors"]
     with pytest.raises(ValueError, match="lacks|has no gka.safetensors"):
         load_mixers(convert_model(teacher, "gka"), tmp_path)
-    with pytest.raises(ValueError, match="ska.safetensors' does not fit layer 1: .*other options .rank is 3 and 8"):
+    with pytest.raises(ValueError, match="ska.safetensors.* layer 1: .*other options .ska.rank is 3 and 8"):
         load_mixers(convert_model(teacher, layers=LAYERS, mixers={"ska": {"rank": 3}}), tmp_path)
     with pytest.raises(ValueError, match="mixers of layer 0 differ"):
         take_mixers(convert_model(teacher, "gka"), *trained.values())
 
 
-def test_mixers_of_other_options_with_the_same_shapes_are_not_taken(tmp_path):
+@pytest.mark.parametrize(
+    ("own", "theirs", "message"),
+    [
+        ({}, {"gka": {"ridge": 0.3}}, "gka.ridge is 0.05 and 0.3"),
+        # of the window beside a memory: its own default has no first token, where that is the attention's own window
+        ({"local_window": 6}, {"gka": {"local_window": 6}, "window": {"sinks": 1}}, "window.sinks is 0 and 1"),
+    ],
+    ids=["memory", "window"],
+)
+def test_mixers_of_other_options_with_the_same_shapes_are_not_taken(own, theirs, message, tmp_path):
     """They compute something else with the same tensors. Options that can be changed at inference are free."""
-    teacher = tiny_teacher(layers=2)
-    trained = convert_model(teacher, "gka", ridge=0.3)
+    teacher = tiny_teacher("mistral", layers=2, sliding_window=6)
+    trained = convert_model(teacher, "gka", mixers=theirs)
     teacher.save_pretrained(tmp_path / "teacher")
     save_student(trained, tmp_path / "trained")
     write_mixers(trained, mixer_file(tmp_path, "gka"), {})
-    other, same = convert_model(teacher, "gka"), convert_model(teacher, "gka", ridge=0.3, solver_phases=[5])
-    message = "ridge is 0.05 and 0.3"
+    free = {"gka": theirs["gka"] | {"solver_phases": [5]}}
+    other, same = convert_model(teacher, "gka", **own), convert_model(teacher, "gka", mixers=theirs | free)
     for take in (lambda to: take_mixers(to, trained), lambda to: load_mixers(to, tmp_path)):
         take(same)
         with pytest.raises(ValueError, match=message):
             take(other)
-    to_gka = partial(convert_model, mixer="gka")
+    to_gka = partial(convert_model, mixer="gka", **own)
     for source in (teacher, tmp_path / "teacher"):  # in memory, and by streaming
         with pytest.raises(ValueError, match=message):
             convert_to_folder(source, tmp_path / "out", to_gka, trained=[tmp_path / "trained"])

@@ -74,7 +74,7 @@ def test_students_that_cannot_be_merged_are_refused(tmp_path, teacher, data):
         ([tmp_path / "idle"], "idle' has trained no layer"),
         ([second, tmp_path / "idle"], "idle' has trained no layer"),
         ([tmp_path / "other"], "is another model than"),
-        ([tmp_path / "options"], "options of gka .ridge is 0.05 and 0.3"),
+        ([tmp_path / "options"], "options of layer 0 .gka.ridge is 0.05 and 0.3"),
     ):
         with pytest.raises(ValueError, match=message):
             merge_students(tmp_path / "start", parts)

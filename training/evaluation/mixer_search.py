@@ -30,7 +30,7 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hashes import file_hash, read_sealed, teacher_hash, write_sealed
 from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.layer_cost import LayerCost, layer_cost, measured_kinds
-from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, read_metadata, write_mixers
+from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, options_of_layers, read_metadata, write_mixers
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import remove_folder
 from hf_memmix.errors import UserError
@@ -209,8 +209,7 @@ def measure_candidates(
 def _keep_mixers(student: nn.Module, path: Path, identity: dict) -> None:
     """`write_mixers`, unless the file holds them already: its bytes, which identify scores, differ at each writing."""
     known = read_metadata(path) or {}
-    options = json.loads(json.dumps(student.config.mixers[path.stem]))  # the configuration may name unused mixers, too
-    if known.get("identity") != identity or known.get("options") != options:
+    if known.get("identity") != identity or known.get("options") != options_of_layers(student):
         write_mixers(student, path, identity)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+import hf_memmix
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.conversion.streaming.conversion_cost import streaming_cost
-from hf_memmix.mixers import MemoryMixer, WindowMixer
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
 
@@ -77,7 +77,7 @@ def estimate(
         "mixer": report.mixer,
         "layers": report.layers,
         "options": student.config.mixers if report.mixer is None else student.config.mixers[report.mixer],
-        "windows": _windows(mixers),
+        "windows": _windows(student.config),
         "counts": report.counts(),
         "kinds": report.kinds(),
         "parameters": parameters,
@@ -87,11 +87,10 @@ def estimate(
     }
 
 
-def _windows(mixers: dict[int, MemoryMixer]) -> list[dict]:
+def _windows(config: hf_memmix.MemMixConfig) -> list[dict]:
     found = {}
-    for layer, mixer in mixers.items():
-        if isinstance(window := getattr(mixer, "window", mixer), WindowMixer):
-            found.setdefault((window.options.window, window.options.sinks), []).append(layer)
+    for layer, options in config.windows().items():
+        found.setdefault((options.window, options.sinks), []).append(layer)
     return [{"window": size, "sinks": first, "layers": layers} for (size, first), layers in found.items()]
 
 

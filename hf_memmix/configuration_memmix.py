@@ -25,6 +25,7 @@ from .configuration_checks import check_backbone, check_rope, check_sizes, check
 from .errors import UserError
 from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
+from .mixers.options import MixerOptions
 
 REMOTE_STUB = '''"""Loads this checkpoint's classes from the package hf_memmix: `pip install .` in its checkout."""
 
@@ -148,14 +149,18 @@ class MemMixConfig(PreTrainedConfig):
 
     def _complete_windows(self):
         """Save the defaults of windows, which depend on their layers, if they are the same in all of them."""
-        beside = [kind != ATTENTION and self.mixers[kind]["local_window"] for kind in self.mixer_types]
-        windows = [i for i, kind in enumerate(self.mixer_types) if kind == "window" or beside[i]]
-        options = {i: MIXERS["window"].options_of(self, i, beside[i]) for i in windows}
+        options = self.windows()
         found = {
-            "window": {own.window for i, own in options.items() if not beside[i]},
+            "window": {own.window for i, own in options.items() if self.mixer_types[i] == "window"},
             "sinks": {own.sinks for own in options.values()},
         }
         self.mixers.get("window", {}).update({name: own.pop() for name, own in found.items() if len(own) == 1})
+
+    def windows(self) -> dict[int, MixerOptions]:
+        """The options of the windows, alone or beside a memory, by layer, with the layer's defaults."""
+        beside = {i: self.mixers[self.mixer_types[i]]["local_window"] for i in self.memory_layers}
+        windows = [i for i in beside if self.mixer_types[i] == "window" or beside[i]]
+        return {i: MIXERS["window"].options_of(self, i, beside[i]) for i in windows}
 
     @property
     def _is_frozen(self) -> bool:

@@ -11,7 +11,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from cli_runner import memmix, result_of
+from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.written import check_replaceable
+from hf_memmix.training.card import student_card
 from hub_stand_in import TOKEN, hub
 from tiny_teachers import CHAT, chat_tokenizer, tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -105,6 +107,29 @@ def test_the_card_holds_the_measurements(folder):
     tags = ModelCard.load(folder / "student" / "README.md").data.tags
     assert tags == ["hf_memmix", "window", "sliding-window-attention", "distillation"]
     assert "probe" not in (folder / "student" / "README.md").read_text()
+
+
+def test_the_card_says_what_the_windows_of_each_layer_read(tmp_path):
+    """Defaults depend on the window of the layer's attention; where they differ, the configuration holds null."""
+    teacher = tiny_teacher("gpt_oss", layers=4, sliding_window=6)  # in layers 0 and 2
+    numbers = dict.fromkeys(("student_ppl", "teacher_ppl", "ppl_ratio", "top1_agreement", "kl", "tokens"), 1)
+    where = dict.fromkeys(("hardware", "torch", "transformers"), "one")
+    report = numbers | {"environment": where, "text": [{"file": "text", "sha256": ""}], "block_size": 8}
+    for options, expected in (
+        (
+            {"mixer": "window"},
+            "It reads the last 6 tokens (layers 0,2) or the last 512 tokens and the first one (layers",
+        ),
+        ({"mixer": "window", "keep": [0, 2]}, "It reads the last 512 tokens and the first one, whose keys"),
+        (
+            {"mixer": "gka", "local_window": 6},
+            "the last 6 tokens (layers 0,2) or the last 6 tokens and the first one (lay",
+        ),
+        ({"mixer": "gka", "local_window": 5}, "exact attention reads the last 5 tokens and the first one, whose keys"),
+    ):
+        save_student(convert_model(teacher, **options), tmp_path / "student", overwrite=True)
+        text = student_card(tmp_path / "student", report, base_model="me/teacher", license="mit")
+        assert expected in text, text
 
 
 @pytest.mark.parametrize(

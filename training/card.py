@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.model_files import chat_template_of, check_model_folder
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.errors import UserError
@@ -131,9 +132,7 @@ def student_card(
         converted=len(kinds) - len(kept),
         layers=len(kinds),
         kept=f" Attention, with its growing cache, remains in layer {', '.join(map(str, kept))}." if kept else "",
-        mixers="\n".join(
-            f"- {MIXERS[kind].summary or kind}.{_beside(config.get('mixers', {}), kind)}" for kind in used
-        ),
+        mixers="\n".join(f"- {MIXERS[kind].summary or kind}.{_windows(folder, kind)}" for kind in used),
         tokens=f"{report['tokens']:,}",
         text=_named(report["text"]),
         block_size=report["block_size"],
@@ -228,12 +227,20 @@ def _kinds_of_attention(used: list[str], mixers: dict) -> list[str]:
     return ["linear-attention"] * (used != ["window"]) + ["sliding-window-attention"] * windows
 
 
-def _beside(mixers: dict, kind: str) -> str:
-    """What stands beside the memory `kind` in its layers. mixers: the options by mixer."""
-    if not (window := mixers.get(kind, {}).get("local_window")):
+def _windows(folder: Path, kind: str) -> str:
+    """What the windows read in the layers of the mixer `kind`, which they are or beside which they stand."""
+    from hf_memmix.conversion.loading import read_config
+
+    config, layers = read_config(folder), {}
+    for layer, options in config.windows().items():
+        if config.mixer_types[layer] == kind:
+            layers.setdefault(_read_by(options.window, options.sinks), []).append(layer)
+    if not layers:
         return ""
-    read = _read_by(window, mixers.get("window", {}).get("sinks"))
-    return f" In the same layers, exact attention reads {read}, whose keys and values are cached."
+    where = {read: "" if len(layers) == 1 else f" (layers {layer_text(own)})" for read, own in layers.items()}
+    read = " or ".join(read + own for read, own in where.items())
+    who = "It" if kind == "window" else "In the same layers, exact attention"
+    return f" {who} reads {read}, whose keys and values are cached."
 
 
 def _read_by(window: int, sinks: int | None) -> str:

@@ -15,8 +15,11 @@ NORMS, CONVOLUTIONS = ("q_norm", "k_norm", "o_norm"), ("q_conv1d", "k_conv1d", "
 PLAIN = frozenset((nn.Linear, RMSNorm, ShortConvolution))
 
 
-def parameters_of(mixer: nn.Module, names: tuple[str, ...]) -> tuple[list, list] | None:
-    """Weights and biases of inner layers by name, None where there is none; or None if a call of one does more."""
+def parameters_of(
+    mixer: nn.Module, names: tuple[str, ...], plain: frozenset[type] = PLAIN
+) -> tuple[list, list] | None:
+    """Weights and biases of inner layers by name, None where there is none; or None if a call of one does more than
+    the forward of its class, one of `plain`."""
     weights, biases, modules = [], [], mixer._modules  # quicker than attributes
     for name in names:
         layer = modules.get(name)
@@ -25,7 +28,7 @@ def parameters_of(mixer: nn.Module, names: tuple[str, ...]) -> tuple[list, list]
             biases.append(None)
             continue
         own = vars(layer)
-        if type(layer) not in PLAIN or has_hooks(layer) or own.get("average_over_ranks") is not None:
+        if type(layer) not in plain or has_hooks(layer) or own.get("average_over_ranks") is not None:
             return None
         found = layer._parameters  # by name: pruning and parametrizations that are removed leave them in another order
         if "weight" not in found or own.get("bias") is not None:  # a plain tensor in the place of a parameter

@@ -19,6 +19,9 @@ from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gla, gla_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
+from hf_memmix_kernels._layer_step import runs_layer_step
+from hf_memmix_kernels.gla.arguments import Mamba2
+from hf_memmix_kernels.gla.layer import mamba2_layer_step
 from hf_memmix_kernels.gla.op import CHUNK_SIZES
 from hf_memmix_kernels.rowwise import decay, gated_norm
 
@@ -27,6 +30,7 @@ from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .half_lives import decay_rates, half_lives, softplus_bias
 from .kept_bytes import KeptBytes
+from .layer_step import PLAIN, parameters_of
 from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 from .ranks import decayed_sum
@@ -176,6 +180,18 @@ class Mamba2Mixer(MemoryMixer):
 
     def readout(self, y, x, tokens=None):
         return self.out_proj(y)
+
+    def layer_step(self, x, rotary, states):
+        names = "in_proj", "out_proj", "conv1d", "norm"
+        found = parameters_of(self, names, PLAIN | {GatedRMSNorm}) if runs_layer_step("gla", x) else None
+        if found is None:
+            return None
+        (*weights, taps, norm), (*biases, conv_bias, _), conv, ssm = *found, states["conv"], states["ssm"]
+        time_steps = (self.plain["time_step_limit"] or {0: 0, 1: math.inf}).values()
+        limits = (_largest_feature(x.dtype), LARGEST_READOUT, *time_steps)
+        rates, eps = (self.A_log, self.D, self.dt_bias), self.norm.eps
+        layer = Mamba2(x.contiguous(), weights, biases, taps, conv_bias, conv, norm, *rates, ssm, eps, limits)
+        return mamba2_layer_step(layer, self.groups)
 
     def state_shapes(self, batch, dtype=torch.float32):
         options = self.options

@@ -107,32 +107,43 @@ def native_layer(
     Args:
         layer: x, cos and sin contiguous, as `contiguous` returns them.
         dim: D.
-        more: parameters and states that the op reads beside the layer, in x's dtype.
-        others: those in other dtypes; here it is only checked that they are plain tensors on the CPU.
+        more, others: parameters and states that the op reads beside the layer, in x's dtype and in other dtypes; see
+            `layer_library`.
     """
     x, weights, biases, norms, cos, sin, pairs, eps, taps, past, silu, unit_eps, gate, gate_bias, activation = layer
-    tensors, dtype = (x, *weights, *biases, *norms, *taps, *past, cos, sin, *gate, gate_bias), x.dtype
-    given = tensors + more
-    for t in given:
-        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
-            return None
-    given += others
-    if needs_op(given):
-        return None
-    sizes = _sizes(tuple([None if t is None else t.shape for t in tensors]), dim, pairs)
+    tensors = (x, *weights, *biases, *norms, *taps, *past, cos, sin, *gate, gate_bias)
+    library = layer_library(op, tensors + more, others, weights)
+    sizes = None if library is None else _sizes(tuple([None if t is None else t.shape for t in tensors]), dim, pairs)
     if sizes is None:
-        return None
-    if torch.get_num_threads() > 1 and sum([2 * t.numel() for t in weights]) >= THREAD_WORK:
-        return None
-    library = native_library(op, x, *given)
-    if library is None:
         return None
     out = x.new_empty(1, 1, sizes.width)
     fields = _FIELDS.pack(
         *[0 if t is None else t.data_ptr() for t in tensors], out.data_ptr(), *sizes[:6], silu,
         ACTIVATIONS.index(activation), *sizes[6:], eps, unit_eps,
     )  # fmt: skip
-    return NativeLayer(library, fields, out, sizes.rows // dim, sizes.keys // dim, dtype == torch.bfloat16)
+    return NativeLayer(library, fields, out, sizes.rows // dim, sizes.keys // dim, x.dtype == torch.bfloat16)
+
+
+def layer_library(
+    op: str, tensors: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], weights: Sequence[Tensor | None]
+) -> ctypes.CDLL | None:
+    """The native code of `op` for a layer with these tensors; None where it cannot run, and where torch's threads are
+    faster.
+
+    Args:
+        tensors: what it reads and writes in x's dtype, x first; it takes only contiguous ones.
+        others: those in other dtypes; here it is only checked that they are plain tensors on the CPU.
+        weights: of the projections, most of the work.
+    """
+    dtype, given = tensors[0].dtype, tensors + others
+    for t in tensors:
+        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
+            return None
+    if needs_op(given):
+        return None
+    if torch.get_num_threads() > 1 and sum([2 * t.numel() for t in weights if t is not None]) >= THREAD_WORK:
+        return None
+    return native_library(op, *given)
 
 
 @functools.lru_cache(maxsize=256)  # a decode step asks again and again, and to compare shapes takes microseconds

@@ -89,6 +89,8 @@ static inline float softplus(float x) {
     p = p * z + 1.0f / 3;
     return (x > 0 ? x : 0.0f) + 2 * (s + s * z * p);
 }
+static inline float between(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+static inline float cut(float x, float limit) { return between(x, -limit, limit); }
 static inline float silu(float x) { return x * sigmoid(x); }
 
 enum class Activation : int64_t { NONE, SILU, GELU, SIGMOID };  // _native.ACTIVATIONS

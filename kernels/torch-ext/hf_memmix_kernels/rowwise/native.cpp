@@ -4,8 +4,6 @@
 
 namespace {
 
-inline float cut(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
-
 // without `eps` only the rotation
 template <class T>
 void turned(const T* x, const T* cos, const T* sin, T* y, int64_t heads, int64_t D, int64_t pairs, const float* eps,
@@ -55,8 +53,7 @@ EXPORT void decay(const float* x, const float* bias, const float* A_log, float* 
     for (int64_t h = 0; h < heads; ++h) rates[h] = -std::exp(A_log[h]);
     for (int64_t at = first * heads; at < last * heads; at += heads)
         for (int64_t h = 0; h < heads; ++h) {
-            const float size = softplus(cut(x[at + h], limit) + bias[h]);
-            dt[at + h] = size < smallest ? smallest : size > largest ? largest : size;
+            dt[at + h] = between(softplus(cut(x[at + h], limit) + bias[h]), smallest, largest);
             g[at + h] = rates[h] * dt[at + h];
         }
 }

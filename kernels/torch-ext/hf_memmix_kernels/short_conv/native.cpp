@@ -10,10 +10,7 @@ void step(const T* x, const T* weight, const T* bias, T* state, const int64_t* p
           int64_t channels, int64_t taps, bool activate, float limit) {
     std::vector<float> sums(channels);
     for (int64_t b = 0; b < batch; ++b, x += channels, y += channels) {
-        for (int64_t c = 0; c < channels; ++c) {
-            const float now = load(x[c]);
-            sums[c] = now < -limit ? -limit : now > limit ? limit : now;
-        }
+        for (int64_t c = 0; c < channels; ++c) sums[c] = cut(load(x[c]), limit);
         convolve(weight, page(state, pages, stride, b), sums.data(), channels, taps);
         for (int64_t c = 0; bias && c < channels; ++c) sums[c] += load(bias[c]);
         // a loop of its own, which the compiler vectorises
@@ -62,7 +59,7 @@ struct Taps {
         float* to = row(inputs, t);
         for (int64_t c = 0; c < width; ++c) {
             const float now = t >= 0 ? load(x[c]) : state ? load(state[c * (taps - 1) + taps - 1 + t]) : 0.0f;
-            to[c] = t < 0 ? now : now < -limit ? -limit : now > limit ? limit : now;
+            to[c] = t < 0 ? now : cut(now, limit);
         }
     }
     // z of token t, whose input is the last one that was read

@@ -65,6 +65,11 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
     family, config = family_of(model.config), model.config
     module = attention_module(model, layer_idx)
     prefix = attention_prefix(model, layer_idx)
+    if (limit := getattr(config, "clip_qkv", None)) is not None:
+        raise UserError(
+            f"{prefix}: clip_qkv={limit} limits q, k and v, and a mixer would not; keep this layer as attention, or"
+            " set clip_qkv to null in config.json and train the student"
+        )
     unread = {name: tensor.detach() for name, tensor in module.named_parameters()}
 
     num_heads = config.num_attention_heads
@@ -123,6 +128,12 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
             if found.get(name) is not None:
                 found[name] = found[name].unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
 
+    scaling = getattr(module, "scaling", None)
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):  # all layers of a mixer have one scale
+        scaling *= layer_idx + 1
+        for name in ("q_weight", "q_bias"):
+            found[name] = found[name] / (layer_idx + 1)
+
     def copy(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -130,7 +141,7 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scaling=getattr(module, "scaling", None),
+        scaling=scaling,
         softcap=getattr(module, "attn_logit_softcapping", None),
         norm_eps=_eps_of(getattr(module, family.q_norm, None)),
         rotary=family.rotary,

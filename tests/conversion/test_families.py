@@ -18,6 +18,7 @@ from hf_memmix.conversion.families import (
     extract_attention,
     family_of,
 )
+from hf_memmix.conversion.loading import load_model
 from hf_memmix.mixers import MIXERS
 from testing import every_third
 from tiny_teachers import rotating_mixers, tiny_teacher
@@ -211,6 +212,19 @@ def test_unknown_family_and_unknown_tensor_are_refused():
         extract_attention(teacher, 0)
     with pytest.raises(ValueError, match="q_norm is not an RMSNorm"):
         extract_attention(tiny_teacher("cohere", use_qk_norm=True), 0)
+    with pytest.raises(ValueError, match=r"clip_qkv=8.0 limits q, k and v, .* keep this layer as attention"):
+        extract_attention(tiny_teacher("olmo", clip_qkv=8.0), 0)
+
+
+@torch.no_grad()
+def test_each_layer_keeps_its_own_scale_of_scores(tmp_path):
+    """GPT-2 can divide the scores of layer i by i + 1; also where layers are converted one at a time."""
+    teacher, ids = tiny_teacher("gpt2", scale_attn_by_inverse_layer_idx=True), torch.arange(3, 23)[None]
+    teacher.save_pretrained(tmp_path / "teacher")
+    convert_model(tmp_path / "teacher", "window", out=tmp_path / "student")
+    expected = teacher(ids, use_cache=False).logits
+    for student in (convert_model(teacher, "window"), load_model(tmp_path / "student")):
+        torch.testing.assert_close(student(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_extraction_copies():

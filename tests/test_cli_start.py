@@ -147,6 +147,7 @@ WRONG = {
         ([*FROM, *OUT, "--plan", "{none}"], "there is no plan"),
         ([*FROM, *OUT, "--trained", "{none}"], NO_MODEL),
         ([*FROM, *OUT, "--context", "0"], "should be greater than or equal to 1"),
+        ([*FROM, *OUT, "--context", "9"], "--context belongs to --dry-run"),
     ],
     "import-hmf": [
         (["{none}", "{new}"], NO_MODEL),
@@ -256,7 +257,7 @@ WRONG = {
     ],
     "push": [(["{none}", "a/b"], NO_MODEL), ([TEACHER, "a/b"], "is not a converted model")],
     "run": [(["no-such-program"], "there is no program 'no-such-program'")],
-    "serve": [(["{none}"], NO_MODEL)],
+    "serve": [(["{none}"], NO_MODEL), (["--states-space", "4", "{none}"], "--states-space belongs to --states")],
 }
 
 

@@ -57,6 +57,8 @@ def convert(args) -> None:
     out_dir = args.out_dir
     if out_dir is None and not args.dry_run:
         raise UserError("give a folder for the student with --out, or ask for a --dry-run")
+    if args.context and not args.dry_run:
+        raise UserError("--context belongs to --dry-run; give --dry-run too, or leave it out")
     if out_dir is not None:
         check_target(out_dir, args.overwrite)
         check_not_read(out_dir, args.plan)

@@ -35,8 +35,11 @@ def serve(
         typer.Option(metavar="DIR", help="Keep the states of prompts here, for later starts and other servers."),
     ] = None,
     states_space: Annotated[
-        float, typer.Option(metavar="GIB", min=0.001, help="The most that --states takes, for all models.")
-    ] = 16.0,
+        float | None,
+        typer.Option(
+            metavar="GIB", min=0.001, help="The most that --states takes, for all models.", show_default="16"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As --check, and print one JSON object to stdout.")] = False,
 ) -> None:
     """Serve a converted model with vLLM. Options of `vllm serve` follow the model: memmix serve DIR --port 8001.
@@ -44,10 +47,18 @@ def serve(
     First it prints the memory that one sequence takes, and how many sequences fit into the memory. A model with a chat
     template chats at /v1/chat/completions.
     """
-    keep = states and (states, int(states_space * 2**30))
+    keep = kept_states(states, states_space)
     served, added = prepare(model, context.args, keep, show=not as_json, as_json=as_json)
     if not (check or as_json):
         os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(served), *context.args, *added])
+
+
+@one_line_errors
+def kept_states(states: Path | None, space: float | None) -> tuple[Path, int] | None:
+    """The folder of states and the bytes that they may take there, or None."""
+    if states is None and space is not None:
+        raise UserError("--states-space belongs to --states; give --states too, or leave it out")
+    return states and (states, int((space or 16) * 2**30))
 
 
 @one_line_errors

@@ -113,6 +113,11 @@ def options_by_mixer(used: list[str], mixers: dict[str, dict] | None, plain: dic
     beside = any({**mixers.get(kind, {}), **plain}.get("local_window") for kind in used)
     if unused := [name for name in mixers if name not in used and not (beside and name == WINDOW)]:
         raise UserError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
+    if WINDOW not in used and (size := mixers.get(WINDOW, {}).get("window")) is not None:
+        raise UserError(
+            f"mixers[{WINDOW!r}] has window={size!r}, but no layer is a window alone; the size of a window beside a"
+            " memory is local_window, an option of the memory"
+        )
     if plain and len(used) > 1:
         name = next(iter(plain))
         raise UserError(
@@ -127,3 +132,15 @@ def options_by_mixer(used: list[str], mixers: dict[str, dict] | None, plain: dic
         )
     options = {kind: dict(mixers.get(kind, {})) | plain for kind in used}
     return options | ({WINDOW: dict(mixers.get(WINDOW, {}))} if beside and WINDOW not in used else {})
+
+
+def long_windows(options: dict[str, dict], config) -> list[str]:
+    """A line for each window in the options by mixer that is as long as all that the teacher can read, or longer."""
+    limit = getattr(config, "max_position_embeddings", None)
+    sizes = {f"{mixer}.{name}": own.get(name) for mixer, own in options.items() for name in ("window", "local_window")}
+    return [
+        f"{name}={size} is not shorter than the {limit} tokens that the teacher reads: such a window is all of its"
+        " attention, and the cache of these layers is not smaller; give a smaller one"
+        for name, size in sizes.items()
+        if isinstance(size, int) and limit and size >= limit
+    ]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cli_runner import SMALL, memmix, result_of
+from hf_memmix.conversion import convert_model
 from hf_memmix.mixer_names import DEFAULT_MIXER
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -120,12 +121,14 @@ def test_numbers_that_yaml_reads_as_text(workspace):
 
 def test_a_window_of_the_whole_context_is_told(workspace):
     context = json.loads((workspace / "teacher" / "config.json").read_text())["max_position_embeddings"]
-    for window, told in ((context, True), (context - 1, False)):
-        run = memmix(
-            "convert", "--teacher", workspace / "teacher", "--option", f"window={window}", "--dry-run", "--json"
-        )
-        result_of(run)
-        assert (f"window={window}" in run.stderr and f"{context} tokens" in run.stderr) == told
+    command = ["convert", "--teacher", workspace / "teacher", "--dry-run", "--json", "--option"]
+    for window, told in ((context, 1), (context - 1, 0)):
+        for option in (f"window.window={window}", f"gka.local_window={window}"):
+            run = memmix(*command, option, "--mixer", option.partition(".")[0])
+            result_of(run)
+            assert run.stderr.count(f"{option} is not shorter than the {context} tokens") == told, run.stderr
+    with pytest.warns(UserWarning, match=f"window.window={context} is not shorter"):
+        convert_model(workspace / "teacher", window=context)
 
 
 def test_a_trained_student_with_wrong_mixer_types_is_one_clear_line(workspace):

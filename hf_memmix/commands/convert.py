@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,10 +72,13 @@ def convert(args) -> None:
     with library():
         from hf_memmix.conversion.families import family_of
         from hf_memmix.conversion.loading import read_config
+        from hf_memmix.conversion.mixer_layout import long_windows
 
     family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
     arguments["mixers"] = _all_options(arguments, options, [read_config(folder) for folder in trained])
-    _tell_of_a_long_window(arguments["mixers"], read_config(teacher))
+    for line in long_windows(arguments["mixers"], read_config(teacher)):
+        err.print(line, highlight=False, soft_wrap=True)
+    warnings.filterwarnings("ignore", ".* is not shorter than the .* tokens that the teacher reads")  # the same lines
     if args.dry_run:
         with library():
             from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
@@ -216,7 +220,8 @@ def _print_estimate(result: dict) -> None:
         f"{len(kinds)} layers: {len(kinds) - len(kept)} become {become}, attention stays in {kept or 'no layer'}"
     )
     options = result["options"] if result["mixer"] is None else {"": result["options"]}
-    by_layer = result["windows"] if len(result["windows"]) > 1 else []
+    # what windows beside memories read stands in no option of the memories
+    by_layer = result["windows"] if len(result["windows"]) > 1 or result["mixer"] != "window" else []
     told = {"window", "sinks"} if by_layer else set()
     for mixer, own in options.items():
         text = ", ".join(f"{name}={value}" for name, value in own.items() if name not in told)
@@ -255,18 +260,6 @@ def _mixer_of(trained: list[Path]) -> str:
     return kinds[0] if kinds else DEFAULT_MIXER
 
 
-def _tell_of_a_long_window(mixers: dict[str, dict], config) -> None:
-    """Print a line if a window is not shorter than what the teacher can read: then it is full attention."""
-    window, limit = mixers.get("window", {}).get("window"), getattr(config, "max_position_embeddings", None)
-    if isinstance(window, int) and limit and window >= limit:
-        err.print(
-            f"window={window} is not shorter than the {limit} tokens that the teacher reads: these layers compute what"
-            " its attention does, and their cache is not smaller; give a smaller window",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
 def _layers_of_mixers(kinds: list[str]) -> str:
     """The layers of each mixer: "ska 1,3, mamba2 0,2"."""
     from hf_memmix.conversion.layer_choice import layer_text
@@ -288,4 +281,6 @@ def _all_options(arguments: dict, given: dict[str, dict], trained: list) -> dict
     for config in reversed(trained):
         known = getattr(config, "mixers", None) or {}
         options |= {mixer: dict(own) for mixer, own in known.items() if mixer in used}
+        if "window" not in used and any(known.get(mixer, {}).get("local_window") for mixer in used):
+            options["window"] = known["window"] | {"window": None}  # beside memories, whose option is its size
     return options | {mixer: options.get(mixer, {}) | own for mixer, own in given.items()}

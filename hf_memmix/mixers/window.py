@@ -134,6 +134,10 @@ class WindowMixer(MemoryMixer):
     def options_of(cls, config, layer_idx, beside: int | None = None):
         options = super().options_of(config, layer_idx)
         if beside:
+            if (options.sinks or 0) > beside:
+                raise UserError(
+                    f"mixers['window']: sinks={options.sinks} are more than local_window={beside}; give at most these"
+                )
             options = dataclasses.replace(options, window=beside)
         return options.of_layer(window_of(config, layer_idx))
 

@@ -134,6 +134,15 @@ def test_windows_that_differ_are_told_by_layer(tmp_path):
         assert "=None, sinks" not in printed and printed.count("sinks=") == count, printed
 
 
+def test_what_windows_beside_memories_read_is_told(tmp_path):
+    tiny_teacher(layers=2).config.save_pretrained(tmp_path)
+    for options, sinks in ([], 1), (["--option", "window.sinks=0"], 0):
+        run = memmix(
+            "convert", "--teacher", tmp_path, "--dry-run", "--mixer", "gka", "--option", "gka.local_window=4", *options
+        )
+        assert f"layers 0-1: window=4, sinks={sinks}" in run.stdout, run.output
+
+
 def test_options_of_recipes_are_planned_saved_and_loaded(tmp_path):
     """The dry run counts what the student has, and the loaded student computes and generates the same."""
     teacher, ids = tiny_teacher("qwen2", layers=4), torch.randint(3, 64, (2, 9))

@@ -82,6 +82,14 @@ def test_mistakes_in_arguments():
         ({"layers": LAYERS, "keep": [0]}, "replaces mixer and keep"),
         ({"layers": LAYERS, "mixers": {"gka": {}}}, "options of 'gka', .* used here: ska"),
         ({"mixer": "gka", "mixers": {"ska": {}}}, "options of 'ska', but no layer uses it"),
+        (
+            {"mixer": "gka", "local_window": 4, "mixers": {"window": {"window": 8}}},
+            "window=8, but no layer is a window alone; .* local_window",
+        ),
+        (
+            {"mixer": "gka", "local_window": 4, "mixers": {"window": {"sinks": 8}}},
+            "sinks=8 are more than local_window=4",
+        ),
         ({"layers": LAYERS, "rank": 4}, "rank is an option of one mixer, but the layers use ska, mamba2"),
         ({"mixer": "gka", "mixers": {"gka": {"ridge": 0.5}}, "ridge": 0.25}, r"ridge=0\.25.*gka.*0\.5"),
         ({"layers": LAYERS, "mixers": {"ska": 3}}, "give options by mixer"),

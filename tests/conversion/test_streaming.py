@@ -173,6 +173,10 @@ def test_trained_mixers(tmp_path):
     run = memmix(*command[:3], "--out", tmp_path / "other", "--mixer", "ska", "--trained", tmp_path / "aligned")
     assert run.exit_code == 1 and "the mixers of layer 0 differ (SKAMixer, GKAMixer)" in " ".join(run.output.split())
     assert not (tmp_path / "other").exists()
+    beside = convert_model(teacher, "gka", mixers={"gka": {"local_window": 4}, "window": {"sinks": 0}})
+    save_student(beside, tmp_path / "beside")  # its options are taken, too
+    assert memmix(*command[:3], "--out", tmp_path / "all", "--trained", tmp_path / "beside").exit_code == 0
+    assert contents(tmp_path / "all") == contents(tmp_path / "beside")
     to_gka = partial(convert_model, mixer="gka")
     for name, source in (("both", teacher), ("both in memory", load_model(teacher))):
         convert_to_folder(source, tmp_path / name, to_gka, trained=[tmp_path / "aligned"], fill=shift_decays)

@@ -144,17 +144,18 @@ def test_bad_values_are_named():
 
 
 @pytest.mark.product  # many tokens or iterations
-def test_stays_bounded_over_a_million_steps(monkeypatch):
-    """2^20 tokens of +-1 in pieces with a carried state, with lambda from -2 to 0.
+@pytest.mark.parametrize(("backend", "pieces"), [("native", 64), ("torch", 8)])
+def test_stays_bounded_over_a_million_steps(backend, pieces, monkeypatch):
+    """2^20 tokens of +-1 in pieces with a carried state, with lambda from -2 to 0; an eighth without native code.
 
     |x'| <= |1 + lam s| |x| + s: a state is bounded by the sum of all inputs, and by 1 / |lam| for lam in [-1, 0).
     """
     if DEVICE == "cpu":
-        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", backend)
     lam, w = torch.meshgrid(torch.tensor([0.0, -1e-3, -1.0, -2.0]), torch.tensor([3.0, -3.0, 0.0]), indexing="ij")
     lam, w = lam.reshape(1, -1).to(DEVICE), w.reshape(1, -1).to(DEVICE)
     state = torch.zeros(1, *lam.shape, device=DEVICE)
-    for _ in range(64):
+    for _ in range(pieces):
         u = torch.where(rand(1, 2**14, 1, dtype=torch.float32) < 0.5, -1.0, 1.0)
         y, state = K.chunk_coffee(u, lam, w, torch.ones_like(lam), initial_state=state)
         assert torch.isfinite(y).all()

@@ -222,10 +222,29 @@ def check_tracker_names(names: Iterable[str], option: str) -> None:
         )
 
 
-def check_sampling(temperature: float | None, top_p: float | None) -> None:
-    """Raise ValueError if `top_p` would be ignored."""
-    if temperature == 0 and top_p is not None:
-        raise UserError(f"top-p is {top_p}, but temperature 0 takes the likeliest token; give one of them")
+@dataclass(frozen=True)
+class Sampling:
+    """How a teacher answers prompts.
+
+    Args:
+        max_new_tokens: largest number of tokens of an answer.
+        temperature: 0 takes the likeliest tokens; None: what the teacher's generation config says.
+        top_p: as in `generate()`, and then the teacher samples; None: what its generation config says.
+        batch_size: prompts that are answered together.
+
+    Raises:
+        ValueError: `top_p` is given with temperature 0.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    batch_size: int = 8
+
+    def __post_init__(self):
+        if self.temperature == 0 and self.top_p is not None:
+            raise UserError(f"top-p is {self.top_p}, but temperature 0 takes the likeliest token; give one of them")
 
 
 def _check_group(row) -> None:

@@ -27,7 +27,7 @@ from hf_memmix.conversion.text_rows import beginning_of, encode, end_tokens
 from hf_memmix.conversion.written import mark_folder
 from hf_memmix.errors import UserError
 from hf_memmix.training.chat_rows import render, training_date
-from hf_memmix.training.recipe import check_sampling
+from hf_memmix.training.recipe import Sampling
 from hf_memmix.training.run_identity import config_of, differences
 from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 from hf_memmix.training.text_files import Conversation
@@ -83,12 +83,8 @@ def sample_teacher(
     tokenizer,
     prompts: list[Prompt],
     folder: str | Path,
+    how: Sampling,
     *,
-    max_new_tokens: int = 512,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    batch_size: int = 8,
     teacher_id: str | None = None,
     resume: bool = True,
     overwrite: bool = False,
@@ -97,24 +93,20 @@ def sample_teacher(
     """Write one row per prompt into `folder/answers.jsonl`; returns the record in `folder/sampling.json`.
 
     Args:
-        max_new_tokens: largest number of tokens of an answer.
-        temperature: 0 takes the likeliest tokens; None: what the teacher's generation config says.
-        top_p: as in `generate()`, and then the teacher samples; None: what its generation config says.
         teacher_id: `teacher_hash` of the teacher's folder; default: the hash of the model's tensors.
         resume: continue an interrupted run; otherwise its rows are removed.
         progress: `progress(done, total)` is called after every batch.
 
     Raises:
         ValueError: a prompt is too long for the teacher, the interrupted run had other settings or has lost rows, no
-            answer has ended, `top_p` is given with temperature 0, or the teacher is a converted model.
+            answer has ended, or the teacher is a converted model.
     """
-    check_sampling(temperature, top_p)
     check_transformer(teacher.config.to_dict())
     for prompt in prompts:
         check_tokens(prompt.tokens, teacher, tokenizer, "a prompt")
-    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    longest = max(len(prompt.tokens) for prompt in prompts) + how.max_new_tokens
     check_length(teacher, "teacher", longest, "a prompt with --max-new-tokens", "ask for fewer")
-    config = _generation_config(teacher, tokenizer, max_new_tokens, temperature, top_p)
+    config = _generation_config(teacher, tokenizer, how)
     asked = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
     settings = {
         "teacher": teacher_id or teacher_hash(teacher),
@@ -124,8 +116,8 @@ def sample_teacher(
         "prompts": {"count": len(prompts), "hash": hashlib.sha256(asked.encode()).hexdigest()[:16]},
         "generation": config.to_diff_dict(),
         "date": training_date(tokenizer),
-        "seed": seed,
-        "batch_size": batch_size,
+        "seed": how.seed,
+        "batch_size": how.batch_size,
     }
     settings = json.loads(json.dumps(settings, default=str))
     remedy = "Whole batches are kept: make room and run the same command again to continue"
@@ -135,9 +127,9 @@ def sample_teacher(
         with (work / ANSWERS).open("r+b" if (work / ANSWERS).exists() else "w+b") as file:
             file.truncate(state["bytes"])  # a batch whose writing was interrupted is written again
             file.seek(state["bytes"])
-            for first in range(state["prompts"], len(prompts), batch_size):
-                batch = prompts[first : first + batch_size]
-                torch.manual_seed(seed + first)
+            for first in range(state["prompts"], len(prompts), how.batch_size):
+                batch = prompts[first : first + how.batch_size]
+                torch.manual_seed(how.seed + first)
                 for prompt, (answer, ended) in zip(batch, _answers(teacher, tokenizer, batch, config), strict=True):
                     if ended or prompt.is_text:
                         file.write(json.dumps(prompt.answered(answer), ensure_ascii=False).encode() + b"\n")
@@ -151,7 +143,7 @@ def sample_teacher(
                     progress(state["prompts"], len(prompts))
         if not state["rows"]:
             remove_folder(work, beside=place_of(folder))  # a run that asks for more is another run
-            raise UserError(f"none of {len(prompts)} answers ended within {max_new_tokens} tokens; ask for more")
+            raise UserError(f"none of {len(prompts)} answers ended within {how.max_new_tokens} tokens; ask for more")
         record = settings | {"rows": state["rows"], "left_out": state["left_out"]}
         write_sealed(work / RECORD, record)
         (work / PARTIAL_FILE).unlink()
@@ -160,14 +152,14 @@ def sample_teacher(
     return record
 
 
-def _generation_config(teacher, tokenizer, max_new_tokens: int, temperature: float | None, top_p: float | None):
+def _generation_config(teacher, tokenizer, how: Sampling):
     """The teacher's own generation config with what was asked for."""
     config = copy.deepcopy(teacher.generation_config)
-    given = {"max_new_tokens": max_new_tokens, "max_length": None}
-    if temperature is not None:
-        given |= {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
-    if top_p is not None:
-        given |= {"top_p": top_p, "do_sample": True}
+    given = {"max_new_tokens": how.max_new_tokens, "max_length": None}
+    if how.temperature is not None:
+        given |= {"do_sample": how.temperature > 0} | ({"temperature": how.temperature} if how.temperature else {})
+    if how.top_p is not None:
+        given |= {"top_p": how.top_p, "do_sample": True}
     given["eos_token_id"] = sorted(end_tokens(config, tokenizer)) or None
     if config.pad_token_id is None:
         given["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id

@@ -8,6 +8,7 @@ import torch
 from cli_runner import SMALL, memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.training import sampling
+from hf_memmix.training.recipe import Sampling
 from tiny_teachers import chat_tokenizer, tiny_teacher
 
 
@@ -99,7 +100,7 @@ def test_marks_of_thoughts_stay_and_the_end_of_a_turn_ends(tmp_path, monkeypatch
     said = torch.tensor([[tokenizer.convert_tokens_to_ids("<think>"), 70, tokenizer.eos_token_id, 71]])
     monkeypatch.setattr(teacher, "generate", lambda input_ids, **options: torch.cat([input_ids, said], 1))
     asked = sampling.prompts_of(["who?"], tokenizer)
-    sampling.sample_teacher(teacher, tokenizer, asked, tmp_path / "out", max_new_tokens=4)
+    sampling.sample_teacher(teacher, tokenizer, asked, tmp_path / "out", Sampling(max_new_tokens=4))
     assert rows_of(tmp_path / "out")[0]["messages"][1]["content"] == "<think>" + tokenizer.decode([70])
 
 

@@ -228,10 +228,10 @@ class HeadsMixer(MemoryMixer):
         q, k, v = (*outputs, tokens["v"])[:3]
         return self._key_heads(q), self._key_heads(k), _by_heads(v, self.head_dim)
 
-    def layer_around(self, op, x, rotary, states):
+    def layer_around(self, op, x, rotary, states, unit_norm=True):
         """What lies around the memory for the native code of an op (`layer_step`), or None."""
         gate = self.gate_layers if self.plain["use_gate"] else ()
-        options = {"unit_eps": UNIT_EPS, "activation": self.gate_activation}
+        options = {"unit_eps": UNIT_EPS if unit_norm else 0.0, "activation": self.gate_activation}
         return layer_around(op, self, x, rotary, states, gate, **options)
 
     def readout(self, y, x, tokens=None):

@@ -21,7 +21,10 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
+from hf_memmix_kernels.lattice.arguments import Gates
+from hf_memmix_kernels.lattice.layer import lattice_layer_step
 from hf_memmix_kernels.lattice.naive import VARIANTS
+from hf_memmix_kernels.lattice.native_path import runs_native
 from hf_memmix_kernels.lattice.sizes import MAX_DIM
 from hf_memmix_kernels.rowwise import unit_heads
 
@@ -30,6 +33,7 @@ from ..padding import before_the_end
 from .base import register_mixer
 from .heads import UNIT_EPS, HeadsMixer, HeadsOptions
 from .kept_bytes import KeptBytes
+from .layer_step import parameters_of
 from .layers import at_least_fp32, init_layers
 from .options import between, mixer_options, one_of
 
@@ -158,6 +162,20 @@ class LatticeMixer(HeadsMixer):
         q, k, v = self._own_heads(*self.heads_step(tokens, states, state_indices, self.plain["use_unit_qk"]))
         memory = {"state": states["S"], "state_indices": state_indices}
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
+
+    def layer_step(self, x, rotary, states):
+        options = self.plain
+        if not runs_native(None, **self._recurrence()):
+            return None
+        layer = self.layer_around("lattice", x, rotary, states, unit_norm=options["use_unit_qk"])
+        found = None if layer is None else parameters_of(self, ("gamma_proj", "f_proj"))
+        if found is None:
+            return None
+        weights, biases = found
+        if options["step_size"] == "constant":
+            biases[0] = self.gamma_bias
+        gates = Gates(weights, biases, options["step_size"] == "softplus", options["gamma_max"], ENC_STEP, UNIT_EPS)
+        return lattice_layer_step(layer, gates, states["S"], options["variant"])
 
     def initial_states(self, batch, device, dtype):
         states = self.allocate_states(batch, device, dtype)

@@ -10,7 +10,7 @@ from hf_memmix_kernels._layer_step import Layer, runs_layer_step
 
 from .layers import RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = ("v_proj", "o_proj")
 NORMS, CONVOLUTIONS = ("q_norm", "k_norm", "o_norm"), ("q_conv1d", "k_conv1d", "v_conv1d")
 PLAIN = frozenset((nn.Linear, RMSNorm, ShortConvolution))
 
@@ -52,7 +52,8 @@ def layer_around(
     """
     if not runs_layer_step(op, x) or mixer.joined_layers is not None or (mixer.use_rope and rotary is None):
         return None
-    found = parameters_of(mixer, (*PROJECTIONS, *NORMS, *CONVOLUTIONS, *gate))
+    of_keys = ("qk_proj", "qk_proj") if "qk_proj" in mixer._modules else ("q_proj", "k_proj")
+    found = parameters_of(mixer, (*of_keys, *PROJECTIONS, *NORMS, *CONVOLUTIONS, *gate))
     if found is None:
         return None
     weights, biases = found

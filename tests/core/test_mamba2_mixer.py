@@ -141,9 +141,14 @@ def test_no_nan(scale, constant):
     assert y.isfinite().all() and x.grad.isfinite().all()
     assert all(p.grad.isfinite().all() for p in ours.parameters())
     with torch.no_grad():
-        states = ours.allocate_states(1, "cpu", torch.float32)
+        states, others = (ours.allocate_states(1, "cpu", torch.float32) for _ in range(2))
         steps = [ours.readout(ours.step(ours.project(x[:, t : t + 1], None), states), x) for t in range(40)]
+        in_one_call = [ours.layer_step(x[:, t : t + 1], None, others) for t in range(40)]
     assert all(t.isfinite().all() for t in [*steps, *states.values()])
+    if in_one_call[0] is not None:  # there is a compiler
+        pairs = [(torch.cat(in_one_call), torch.cat(steps)), *zip(others.values(), states.values(), strict=True)]
+        for one, apart in pairs:
+            assert_same(one, apart, tolerance=1e-5)
 
 
 @torch.no_grad()

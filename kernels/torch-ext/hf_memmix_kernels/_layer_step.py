@@ -26,10 +26,11 @@ class Layer(NamedTuple):
 
     Attributes:
         x: the layer's input [1, 1, hidden].
-        weights, biases: of the projections of q, k, v and of the output, as in nn.Linear; a bias may be None.
-        norms: weights of the RMSNorms of q and k, [D] for each head or [heads D] over all, and of the output's heads
+        weights, biases: of the projections of q, k, v and of the output, as in nn.Linear; a bias may be None. If q and
+            k have the same weight, k has the heads of q, else those of v.
+        norms: weights of the RMSNorms of q and k, [K] for each head or [heads K] over all, and of the output's heads
             [D]; None for none.
-        cos, sin: of the rotation, see `rowwise.rotate`: the first r = `pairs` numbers of [1, 1, d], 2 r <= D; None for
+        cos, sin: of the rotation, see `rowwise.rotate`: the first r = `pairs` numbers of [1, 1, d], 2 r <= K; None for
             no rotation.
         eps: of the norms.
         taps, past: weights [C, 1, K] and states [1, C, K - 1], updated IN PLACE, of the short convolutions of q, k and
@@ -74,6 +75,7 @@ class _Sizes(NamedTuple):
 
     hidden: int
     width: int
+    key_dim: int
     dim: int
     pairs: int
     rank: int
@@ -81,12 +83,13 @@ class _Sizes(NamedTuple):
     rows: int
     keys: int
     values: int
+    outputs: int
     q_norm: int
     k_norm: int
 
 
 # fields of native code as bytes: a ctypes.Structure with arrays takes several times as long to make
-_FIELDS = struct.Struct("24P13q2f")
+_FIELDS = struct.Struct("24P15q2f")
 
 
 def runs_layer_step(op: str, x: Tensor) -> bool:
@@ -100,28 +103,32 @@ def runs_layer_step(op: str, x: Tensor) -> bool:
 
 
 def native_layer(
-    op: str, layer: Layer, dim: int, more: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]
+    op: str, layer: Layer, dims: tuple[int, int], more: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]
 ) -> NativeLayer | None:
     """The layer for the native code of `op`; None where it cannot run, and where torch's threads are faster.
 
     Args:
         layer: x, cos and sin contiguous, as `contiguous` returns them.
-        dim: D.
+        dims: K, of a head of q and k, and D, of one of v.
         more, others: parameters and states that the op reads beside the layer, in x's dtype and in other dtypes; see
             `layer_library`.
     """
     x, weights, biases, norms, cos, sin, pairs, eps, taps, past, silu, unit_eps, gate, gate_bias, activation = layer
     tensors = (x, *weights, *biases, *norms, *taps, *past, cos, sin, *gate, gate_bias)
     library = layer_library(op, tensors + more, others, weights)
-    sizes = None if library is None else _sizes(tuple([None if t is None else t.shape for t in tensors]), dim, pairs)
+    if library is None:
+        return None
+    shapes = tuple([None if t is None else t.shape for t in tensors])
+    sizes = _sizes(shapes, dims, pairs, weights[0] is weights[1])
     if sizes is None:
         return None
     out = x.new_empty(1, 1, sizes.width)
     fields = _FIELDS.pack(
-        *[0 if t is None else t.data_ptr() for t in tensors], out.data_ptr(), *sizes[:6], silu,
-        ACTIVATIONS.index(activation), *sizes[6:], eps, unit_eps,
+        *[0 if t is None else t.data_ptr() for t in tensors], out.data_ptr(), *sizes[:7], silu,
+        ACTIVATIONS.index(activation), *sizes[7:], eps, unit_eps,
     )  # fmt: skip
-    return NativeLayer(library, fields, out, sizes.rows // dim, sizes.keys // dim, x.dtype == torch.bfloat16)
+    heads, kv_heads = sizes.outputs // sizes.dim, sizes.values // sizes.dim
+    return NativeLayer(library, fields, out, heads, kv_heads, x.dtype == torch.bfloat16)
 
 
 def layer_library(
@@ -147,30 +154,38 @@ def layer_library(
 
 
 @functools.lru_cache(maxsize=256)  # a decode step asks again and again, and to compare shapes takes microseconds
-def _sizes(shapes: tuple[torch.Size | None, ...], dim: int, pairs: int) -> _Sizes | None:
+def _sizes(shapes: tuple[torch.Size | None, ...], dims: tuple[int, int], pairs: int, shared: bool) -> _Sizes | None:
     """From the shapes of a layer's tensors, in the order of the native code; None if they do not fit together."""
     (x, *weights), biases, norms, taps, past = shapes[:5], shapes[5:9], shapes[9:12], shapes[12:15], shapes[15:18]
     angles, (down, up, gate_bias) = shapes[18:20], shapes[20:]
     if None in weights:
         return None
-    (q, k, _, o), hidden = weights, x[-1]
-    rows, keys, width, rank = q[0], k[0], o[0], hidden if down is None else down[0]
-    counts, size = (rows, keys, keys), taps[0][-1] if taps[0] else 0
+    (q, _, v, o), hidden, (key_dim, dim) = weights, x[-1], dims
+    rows, values, width, rank = q[0], v[0], o[0], hidden if down is None else down[0]
+    outputs, keys = rows // key_dim * dim, rows if shared else values // dim * key_dim
+    counts, size = (rows, keys, values), taps[0][-1] if taps[0] else 0
     expected = (
-        (rows, hidden), (keys, hidden), (keys, hidden), (width, rows), (rows,), (keys,), (keys,), (width,),
-        *[norm if norm in ((dim,), (n,)) else (n,) for norm, n in zip(norms, (rows, keys, dim), strict=True)],
+        *[(count, hidden) for count in counts], (width, outputs), *[(count,) for count in counts], (width,),
+        *[norm if norm == (key_dim,) else (count,) for norm, count in zip(norms[:2], counts[:2], strict=True)], (dim,),
         *[(count, 1, size) for count in counts], *[(1, count, size - 1) for count in counts],
-        (rank, hidden), (rows, rank), (rows,),
+        (rank, hidden), (outputs, rank), (outputs,),
     )  # fmt: skip
     found = (*weights, *biases, *norms, *taps, *past, down, up, gate_bias)
-    if not keys or rows % keys or keys % dim or any(a not in (None, b) for a, b in zip(found, expected, strict=True)):
+    if (
+        rows % key_dim
+        or values % dim
+        or not values
+        or outputs % values
+        or any(a not in (None, b) for a, b in zip(found, expected, strict=True))
+    ):
         return None
     if [t is None for t in taps] != [t is None for t in past] or (up is None and (down or gate_bias)):
         return None
     turned = [angle for angle in angles if angle is not None]
-    if len(turned) != (2 if pairs else 0) or 2 * pairs > dim:
+    if len(turned) != (2 if pairs else 0) or 2 * pairs > key_dim:
         return None
     if any(len(angle) != 3 or angle[:2] != (1, 1) or angle[2] < pairs for angle in turned):
         return None
     q_norm, k_norm, _ = [0 if norm is None else norm[0] for norm in norms]
-    return _Sizes(hidden, width, dim, pairs, 0 if down is None else rank, size, rows, keys, keys, q_norm, k_norm)
+    rank = 0 if down is None else rank
+    return _Sizes(hidden, width, *dims, pairs, rank, size, rows, keys, values, outputs, q_norm, k_norm)

@@ -9,13 +9,14 @@
 #include "native.h"
 
 // Weights as in nn.Linear of q, k, v and of the output, and their biases; norms of q, k and of the output's heads; taps
-// [rows, tap_count] and states [rows, tap_count - 1] of the convolutions; angles [pairs]; W_g [rows of q, hidden], or
-// [rows of q, rank] after W_h [rank, hidden]. Null is absent, as is a `unit_eps` of 0. `rows` are those of q, k and v,
-// and `normed` is how many of them a norm of q and k spans. _FIELDS of _layer_step.py has the same fields.
+// [rows, tap_count] and states [rows, tap_count - 1] of the convolutions; angles [pairs]; W_g [rows of y, hidden], or
+// [rows of y, rank] after W_h [rank, hidden]. Null is absent, as is a `unit_eps` of 0. `rows` are those of q, k, v and y,
+// and `normed` is how many of them a norm of q and k spans; heads of q and k have K numbers, those of v and y D.
+// _FIELDS of _layer_step.py has the same fields.
 struct Layer {
     const void *x, *weights[4], *biases[4], *norms[3], *taps[3], *past[3], *cos, *sin, *gate[2], *gate_bias;
     void* out;
-    int64_t hidden, width, D, pairs, rank, tap_count, silu, activation, rows[3], normed[2];
+    int64_t hidden, width, K, D, pairs, rank, tap_count, silu, activation, rows[4], normed[2];
     float eps, unit_eps;
 };
 
@@ -53,17 +54,17 @@ void project(const Layer& l, int part, Out* to) {
         convolve(taps, const_cast<T*>(as<T>(l.past[part])), z.data(), rows, l.tap_count);
         for (int64_t i = 0; l.silu && i < rows; ++i) z[i] = silu(z[i]);
     }
-    for (int64_t i = 0; part < 2 && i < rows; i += l.D) {
+    for (int64_t i = 0; part < 2 && i < rows; i += l.K) {
         rotate_head(&z[i], as<T>(l.cos), as<T>(l.sin), l.pairs);
-        if (l.unit_eps) unit(&z[i], &z[i], l.D, l.unit_eps);
+        if (l.unit_eps) unit(&z[i], &z[i], l.K, l.unit_eps);
     }
     for (int64_t i = 0; i < rows; ++i) store(to[i], z[i]);
 }
 
-// The layer's output from y [rows of q].
+// The layer's output from y.
 template <class T, class Y>
 void read_out(const Layer& l, const Y* y) {
-    const int64_t rows = l.rows[0];
+    const int64_t rows = l.rows[3];
     Floats z(rows);
     for (int64_t i = 0; i < rows; ++i) z[i] = load(y[i]);
     for (int64_t i = 0; l.norms[2] && i < rows; i += l.D) rms_norm(&z[i], as<T>(l.norms[2]), l.D, l.eps);

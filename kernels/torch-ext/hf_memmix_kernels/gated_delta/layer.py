@@ -24,7 +24,7 @@ def gated_delta_layer_step(layer: Layer, gates: Gates, state: Tensor, *, scale: 
     down, up, beta, dt_bias, A_log, _ = gates
     if up is None or beta is None or state.dtype != torch.float32 or not state.is_contiguous():
         return None
-    found = native_layer("gated_delta", layer, dim, (down, up, beta), (state, dt_bias, A_log))
+    found = native_layer("gated_delta", layer, (dim, dim), (down, up, beta), (state, dt_bias, A_log))
     if found is None or found.heads != heads:
         return None
     hidden, rates = layer.x.shape[-1], dt_bias.shape[0]

@@ -26,7 +26,7 @@ def gka_layer_step(layer: Layer, gates: Gates, state: tuple[Tensor, Tensor], sol
         if t.dtype != torch.float32 or not t.is_contiguous():
             return None
     heads, dim = state[0].shape[1], state[0].shape[-1]
-    found = native_layer("gka", layer, dim, tuple(gates[1:7]), (*state, dt_bias, A_log))
+    found = native_layer("gka", layer, (dim, dim), tuple(gates[1:7]), (*state, dt_bias, A_log))
     if found is None or found.heads != heads or not state[0].shape == state[1].shape == (1, heads, dim, dim):
         return None
     if [None if t is None else t.shape for t in weights] != [(heads, layer.x.shape[-1])] * 3:

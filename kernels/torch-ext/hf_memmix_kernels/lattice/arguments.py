@@ -1,5 +1,6 @@
 """The arguments of the lattice op in groups, as every path takes them; shapes as in `chunk_lattice`."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,6 +14,25 @@ class Inputs(NamedTuple):
     v: Tensor
     gamma: Tensor
     log_decay: Tensor | None
+
+
+class Gates(NamedTuple):
+    """Of a layer's decode step: what step sizes and forget gates are computed from.
+
+    Attributes:
+        weights, biases: of the logits of gamma and of the forget gate, [H, hidden] and [H]; a weight or a bias that is
+            None is zero, and no weight of the forget gate is no forget gate.
+        softplus: gamma is the softplus of its logits; else `largest` times their sigmoid.
+        enc_step: the largest gamma / mu of "enc".
+        unit_eps: v of "enc" gets norm 1, see `rowwise.unit_heads`.
+    """
+
+    weights: Sequence[Tensor | None]
+    biases: Sequence[Tensor | None]
+    softplus: bool
+    largest: float
+    enc_step: float
+    unit_eps: float
 
 
 class Start(NamedTuple):

@@ -1,5 +1,6 @@
 // Lattice on a CPU, token by token with the state of a head in the processor's cache: forward with the decode step, and the
-// exact adjoint. For slots of unit norm (project) without l1; a forget gate is folded into gamma before (op.py).
+// exact adjoint, and a layer's decode step. For slots of unit norm (project) without l1; a forget gate is folded into gamma
+// before (op.py).
 //
 //     h = S k - v (dec), v (enc), -v (sim);  p = S^T h;  c = k, in enc p - k
 //     s_i = (1 - alpha_i p_i) s_i + alpha_i h, alpha = -gamma c, then divided by its norm;  y = S q
@@ -8,7 +9,7 @@
 
 #include <algorithm>
 
-#include "../native.h"
+#include "../layer.h"
 
 namespace {
 
@@ -206,4 +207,52 @@ EXPORT void lattice_adjoint(const float* dy, float* dstate, const float* q, cons
             }
         }
     }
+}
+
+namespace {
+
+// What a layer's decode step reads beside `Layer`: weights [heads, hidden] and biases [heads] of gamma and of the forget
+// gate, each of which may be null, and the state [heads, D, K]. FIELDS of native_path.py has the same fields.
+struct Slots {
+    const void *weights[2], *biases[2];
+    float* state;
+    int64_t kv_heads, variant, softplus, forgets;
+    float largest, enc_step, strongest_decay, unit_eps;
+};
+
+// found [heads] = W x + bias
+template <class T>
+void logits(const void* weight, const void* bias, const Layer& l, Floats& found) {
+    const auto keep = [&](int64_t row, float z) { found[row] = z; };
+    if (weight) return products(as<T>(weight), as<T>(bias), as<T>(l.x), found.size(), l.hidden, keep);
+    for (size_t row = 0; row < found.size(); ++row) keep(row, load(as<T>(bias)[row]));
+}
+
+template <class T>
+void layer(const Layer& l, const Slots& s) {
+    const int64_t heads = l.rows[0] / l.K, of_keys = heads * l.K / l.rows[1], of_values = heads / s.kv_heads;
+    Floats q(l.rows[0]), k(l.rows[1]), v(l.rows[2]), y(l.rows[3]), gamma(heads), forget(heads);
+    project<T>(l, 0, q.data());
+    project<T>(l, 1, k.data());
+    project<T>(l, 2, v.data());
+    for (int64_t i = 0; s.variant == ENC && i < l.rows[2]; i += l.D) unit(&v[i], &v[i], l.D, s.unit_eps);
+    logits<T>(s.weights[0], s.biases[0], l, gamma);
+    if (s.forgets) logits<T>(s.weights[1], s.biases[1], l, forget);
+    Write w(l.D, l.K);
+    for (int64_t head = 0; head < heads; ++head) {
+        const float decay = s.forgets ? softplus(-forget[head]) : 0.0f;  // - log mu
+        float step = s.softplus ? softplus(gamma[head]) : s.largest * sigmoid(gamma[head]);
+        if (s.variant == ENC) step = between(step, 0, s.enc_step * exponential(-decay));
+        float* S = s.state + head * l.D * l.K;
+        write(S, S, &k[head / of_keys * l.K], &v[head / of_values * l.D],
+              step * exponential(between(decay, 0, s.strongest_decay)), &q[head * l.K], &y[head * l.D], s.variant, l.D, l.K, w);
+    }
+    read_out<T>(l, y.data());
+}
+
+}  // namespace
+
+// One token of one sequence.
+EXPORT void lattice_layer(const Layer* l, const Slots* s, int64_t in_bf16) {
+    in_bf16 ? layer<bf16>(*l, *s) : layer<float>(*l, *s);
 }

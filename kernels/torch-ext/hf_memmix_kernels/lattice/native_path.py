@@ -1,20 +1,23 @@
-"""The native path, for a CPU: forward, backward and the decode step by native.cpp.
+"""The native path, for a CPU: forward, backward, the decode step and a layer around it, by native.cpp.
 
 For slots of unit norm, without l1.
 """
 
 import ctypes
+import struct
 
 import torch
 from torch import Tensor
 
+from .._layer_step import NativeLayer
 from .._native import INTEGER, POINTER, address, changed, dense, function, over_rows, pages_of, starts_of
-from .arguments import Inputs, Pages, Start, Upstream
-from .sizes import CHECKPOINT
+from .arguments import Gates, Inputs, Pages, Start, Upstream
+from .sizes import CHECKPOINT, STRONGEST_DECAY
 
 VARIANTS = ("dec", "enc", "sim")  # in the order of native.cpp
 TOKENS = (*[POINTER] * 6, INTEGER, *[POINTER] * 3, *[INTEGER] * 7)
 ADJOINT = (*[POINTER] * 12, *[INTEGER] * 7)
+FIELDS = struct.Struct("5P4q4f")
 
 
 def runs_native(log_decay: Tensor | None, variant: str, project: bool, l1: float) -> bool:
@@ -79,3 +82,15 @@ def lattice_step_native(library: ctypes.CDLL, inputs: Inputs, pages: Pages, vari
     y = _advance(library, inputs, state, pages, state.stride(0), None, starts, variant)
     changed(state)
     return y.to(inputs.v.dtype)
+
+
+def lattice_layer_native(layer: NativeLayer, gates: Gates, state: Tensor, variant: str) -> Tensor:
+    """See `layer.lattice_layer_step`."""
+    weights, biases, softplus, largest, enc_step, unit_eps = gates
+    fields = FIELDS.pack(
+        *[address(t) or 0 for t in (*weights, *biases, state)], layer.kv_heads, VARIANTS.index(variant), softplus,
+        weights[1] is not None, largest, enc_step, -STRONGEST_DECAY, unit_eps,
+    )  # fmt: skip
+    function(layer.library, "lattice_layer", (POINTER, POINTER, INTEGER))(layer.fields, fields, layer.in_bf16)
+    changed(state)
+    return layer.out

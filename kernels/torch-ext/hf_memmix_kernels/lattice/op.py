@@ -11,11 +11,8 @@ from .._registration import chunk_op, or_zeros, saves_for_backward, step_op
 from .arguments import BACKWARD, FORWARD, STEP, Inputs, Kept, Pages, Rule, Save, Start, Upstream
 from .naive import BASELINES, VARIANTS
 from .native_path import lattice_bwd_native, lattice_fwd_native, lattice_step_native, runs_native
-from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
+from .sizes import CHECKPOINT, MAX_DIM, STRONGEST_DECAY, dual_sizes, kept_sizes, runs_dual
 from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
-
-# after a decay stronger than e^-20, float32 holds nothing of the old direction
-STRONGEST_DECAY = -20.0
 
 
 def _path(x: Tensor, dual: bool = False):

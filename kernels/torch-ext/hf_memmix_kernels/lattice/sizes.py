@@ -11,6 +11,8 @@ CHECKPOINT = 64
 # slots per program of the dual form's walks
 WALKED = 16
 MAX_DIM = 128
+# after a decay stronger than e^-20, float32 holds nothing of the old direction
+STRONGEST_DECAY = -20.0
 # bytes of shared memory of a GPU that has too little for the operands of windows by levels in TF32
 SMALL_SHARED = 128 * 1024
 

@@ -26,7 +26,7 @@ def window_layer_step(
         ValueError: the state does not fit.
     """
     dim = state[0].shape[-1]
-    found = native_layer("window", layer, dim, state[:2], (state[2], sink_logits))
+    found = native_layer("window", layer, (dim, dim), state[:2], (state[2], sink_logits))
     if found is None or (sink_logits is not None and sink_logits.shape != (found.heads,)):
         return None
     slots = (1, sizes.sinks + sizes.window, found.kv_heads, dim)

@@ -8,6 +8,8 @@
   all their names for this. Here it searches once per process, and replaces once per launch and function.
 - Every operation describes the types and shapes of its result anew; here equal ones are described once.
 - A reduction by a function of its own calls this function for each element; here it takes a slice at a time.
+- Every sum, difference and product of integers is computed once more with 64 bits. An overflow is only told if the
+  options have `debug`, which those of the interpreter have not; here it is not computed.
 """
 
 import functools
@@ -26,6 +28,7 @@ def enable() -> None:
     _replace_once(interpreter)
     _describe_once(interpreter)
     _reduce_slices(interpreter)
+    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *operation: None
 
 
 def _convert_ranges(interpreter) -> None:
@@ -110,11 +113,10 @@ def _describe_once(interpreter) -> None:
         self.__dict__.update(types[known], element_ty=element_ty)
 
     def init_tensor(self, handle, type):
-        known = tuple(type.shape) if type.is_block() else ()
-        if known not in shapes:
+        if type.name not in shapes:
             make_tensor(self, handle, type)
-            shapes[known] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__.update(shapes[known], handle=handle, type=type, dtype=type.scalar)
+            shapes[type.name] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(shapes[type.name], handle=handle, type=type, dtype=type.scalar)
 
     def broadcast_if_unlike(self, x, y):
         like = x.type.is_block() and y.type.is_block() and x.type.shape.values == y.type.shape.values

@@ -167,6 +167,7 @@ WRONG = {
         ([*PAIR, *TEXT, *OUT, "--spool", "{new}"], "--spool belongs to --stream"),
         ([*PAIR, *TEXT, *OUT, "--dry-run"], "--dry-run belongs to --stream"),
         ([*PAIR, *TEXT, *OUT, "--stream", "--plan", "p.json"], "--student and --plan are both given"),
+        ([*PAIR, *TEXT, *OUT, "--stream", "--save-every", "5"], "--save-every is not for --stream"),
     ]
     + [(["--stream", *more], told) for more, told in TRAINING],
     "distill": TRAINING,

@@ -137,6 +137,8 @@ class DistillOptions(TrainingOptions):
 def align(args) -> None:
     """Train only the mixers: each learns the output of the attention that it replaced."""
     if args.stream:
+        if args.save_every is not None:
+            raise UserError("--save-every is not for --stream, which saves each layer that is trained; leave it out")
         _align_by_streaming(args)
         return
     for name in ("spool", "dry_run"):

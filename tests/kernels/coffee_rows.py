@@ -1,6 +1,7 @@
 """The COFFEE rows of OPS: eq. 7 without options, and with every option that adds a tensor."""
 
 import torch
+from bad_inputs import BAD_BOUNDARIES, replaced
 from draw import rand, randn
 from torch import Tensor
 
@@ -42,25 +43,20 @@ def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -
     return K.coffee_step(**inputs, state=state[0], state_indices=state_indices)
 
 
-def _with(**changes) -> object:
-    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
-
-
 _BAD = [
-    ("must be \\[B, T, D\\]", _with(u=lambda u: u[0])),
-    ("empty", _with(u=lambda u: u[:, :0])),
-    ("lam must be", _with(lam=lambda p: p[:-1])),
-    ("n <= 64", _with(lam=lambda p: p[:, :1].expand(-1, 65))),
-    ("w must be", _with(w=lambda p: p[:, :1].expand(-1, 3))),
-    ("w must be", _with(w=lambda _: None)),
-    ("C must be", _with(C=lambda p: p[:-1])),
-    ("w_filter must be", _with(w_filter=lambda _: torch.zeros(1))),
-    ("gate must be", _with(gate=lambda _: torch.zeros(2, 3))),
-    ("pass gate", _with(feedback=lambda _: "token")),
-    ("feedback='tanh'", _with(feedback=lambda _: "tanh")),
-    ("initial_state must be", _with(initial_state=lambda _: None)),
-    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
-    ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
+    ("must be \\[B, T, D\\]", replaced(u=lambda u: u[0])),
+    ("empty", replaced(u=lambda u: u[:, :0])),
+    ("lam must be", replaced(lam=lambda p: p[:-1])),
+    ("n <= 64", replaced(lam=lambda p: p[:, :1].expand(-1, 65))),
+    ("w must be", replaced(w=lambda p: p[:, :1].expand(-1, 3))),
+    ("w must be", replaced(w=lambda _: None)),
+    ("C must be", replaced(C=lambda p: p[:-1])),
+    ("w_filter must be", replaced(w_filter=lambda _: torch.zeros(1))),
+    ("gate must be", replaced(gate=lambda _: torch.zeros(2, 3))),
+    ("pass gate", replaced(feedback=lambda _: "token")),
+    ("feedback='tanh'", replaced(feedback=lambda _: "tanh")),
+    ("initial_state must be", replaced(initial_state=lambda _: None)),
+    *BAD_BOUNDARIES,
 ]
 
 _COMMON = {

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from bad_inputs import bad_heads, replaced, three_heads
 from draw import rand, randn
 from torch import Tensor
 
@@ -49,26 +50,10 @@ def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -
     return K.gated_delta_step(**inputs, state=state[0], state_indices=state_indices)
 
 
-def _with(**changes) -> object:
-    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
-
-
-def _repeated(t: Tensor) -> Tensor:
-    return t[:, :, :1].expand(-1, -1, 3, -1)
-
-
 _BAD = [
-    ("gated_delta needs q", _with(q=lambda q: q[0])),
-    ("gated_delta needs q", _with(v=lambda v: v[:, :-1])),
-    ("head size", _with(q=lambda q: q[..., :-1])),
-    ("multiple", _with(k=_repeated, v=_repeated)),
-    ("log_decay", _with(log_decay=lambda g: g[:, :, :1])),
-    ("beta", _with(beta=lambda b: b[..., :1])),
-    ("limit of 256", _with(v=lambda v: v[..., :1].expand(-1, -1, -1, 257))),
-    ("state", _with(initial_state=lambda _: None)),
-    ("empty", lambda inputs: {name: t[:, :0] for name, t in inputs.items()}),
-    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
-    ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
+    *bad_heads("gated_delta"),
+    ("log_decay", replaced(log_decay=lambda g: g[:, :, :1])),
+    ("beta", replaced(beta=lambda b: b[..., :1])),
 ]
 
 _OP = {
@@ -85,13 +70,13 @@ ROWS = [
     {
         "name": "gated_delta_channels",
         "draw": _draw_channels,
-        "bad": [("log_decay", _with(log_decay=lambda g: g[..., :-1])), *_BAD],
+        "bad": [("log_decay", replaced(log_decay=lambda g: g[..., :-1])), *_BAD],
         **_OP,
     },
     {
         "name": "gated_delta_shared",
         "draw": _draw_shared,
-        "bad": [("value heads are not a multiple", _with(q=_repeated, k=_repeated))],
+        "bad": [("value heads are not a multiple", replaced(q=three_heads, k=three_heads))],
         **_OP,
     },
 ]

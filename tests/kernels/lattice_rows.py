@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from bad_inputs import BAD_BOUNDARIES, BAD_STATE, EMPTY, replaced
 from draw import rand, randn
 from torch import Tensor
 
@@ -35,25 +36,20 @@ def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -
     return K.lattice_step(**inputs, state=state[0], **op.options, state_indices=state_indices)
 
 
-def _with(**changes) -> object:
-    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
-
-
 _BAD = [
-    ("lattice needs q", _with(q=lambda q: q[0])),
-    ("lattice needs q", _with(k=lambda k: k[..., :-1])),
-    ("lattice needs q", _with(v=lambda v: v[:, :-1])),
-    ("take m <= d", _with(v=lambda v: v[..., :-1])),
-    ("limit of 128", _with(v=lambda v: v[..., :1].expand(-1, -1, -1, 129))),
-    ("empty", lambda inputs: {name: t[:, :0] for name, t in inputs.items()}),
-    ("gamma must be", _with(gamma=lambda g: g[..., :1])),
-    ("log_decay must be", _with(log_decay=lambda _: torch.zeros(1))),
-    ("variant='decoder'", _with(variant=lambda _: "decoder")),
-    ("pass project=False", _with(variant=lambda _: "delta")),
-    ("l1=-0.1", _with(l1=lambda _: -0.1)),
-    ("state", _with(initial_state=lambda _: None)),
-    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
-    ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
+    ("lattice needs q", replaced(q=lambda q: q[0])),
+    ("lattice needs q", replaced(k=lambda k: k[..., :-1])),
+    ("lattice needs q", replaced(v=lambda v: v[:, :-1])),
+    ("take m <= d", replaced(v=lambda v: v[..., :-1])),
+    ("limit of 128", replaced(v=lambda v: v[..., :1].expand(-1, -1, -1, 129))),
+    ("gamma must be", replaced(gamma=lambda g: g[..., :1])),
+    ("log_decay must be", replaced(log_decay=lambda _: torch.zeros(1))),
+    ("variant='decoder'", replaced(variant=lambda _: "decoder")),
+    ("pass project=False", replaced(variant=lambda _: "delta")),
+    ("l1=-0.1", replaced(l1=lambda _: -0.1)),
+    BAD_STATE,
+    EMPTY,
+    *BAD_BOUNDARIES,
 ]
 
 _COMMON = {

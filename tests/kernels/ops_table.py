@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from bad_inputs import BAD_BOUNDARIES, BAD_STATE, bad_heads, replaced, three_heads
 from coffee_rows import ROWS as COFFEE
 from delta_rows import ROWS as DELTA
 from draw import DEVICE, randn
@@ -199,38 +200,18 @@ def _step_conv(op: Op, inputs: dict, state: tuple, state_indices: Tensor | None 
     return K.short_conv_step(**inputs, state=state[0], state_indices=state_indices)
 
 
-def _with(**changes: Callable) -> Callable:
-    """A function of the inputs that replaces some tensors by functions of the old ones."""
-    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
-
-
-def _bad_heads(prefix: str) -> list[tuple[str, Callable]]:
-    return [
-        (f"{prefix} needs q", _with(q=lambda q: q[0])),
-        (f"{prefix} needs q", _with(v=lambda v: v[:, :-1])),
-        ("head size", _with(q=lambda q: q[..., :-1])),
-        ("multiple", _with(**dict.fromkeys("kv", lambda t: t[:, :, :1].expand(-1, -1, 3, -1)))),
-        ("log_decay", _with(log_decay=lambda g: g[..., :1])),
-        ("limit of 256", _with(v=lambda v: v[..., :1].expand(-1, -1, -1, 257))),
-        ("state", _with(initial_state=lambda _: None)),
-        ("empty", lambda inputs: {name: t[:, :0] for name, t in inputs.items()}),
-        ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
-        ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
-    ]
-
-
 _BAD_CONV = [
-    ("must be \\[B, T, C\\]", _with(x=lambda x: x[0])),
-    ("squeeze", _with(weight=lambda w: w[:, None])),
-    ("bias", _with(bias=lambda b: b[:-1])),
-    ("activation", _with(activation=lambda _: "relu")),
-    ("initial_state", _with(initial_state=lambda _: torch.zeros(1, 2, 3))),
-    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
+    ("must be \\[B, T, C\\]", replaced(x=lambda x: x[0])),
+    ("squeeze", replaced(weight=lambda w: w[:, None])),
+    ("bias", replaced(bias=lambda b: b[:-1])),
+    ("activation", replaced(activation=lambda _: "relu")),
+    ("initial_state", replaced(initial_state=lambda _: torch.zeros(1, 2, 3))),
+    BAD_BOUNDARIES[0],
     (
         "not both",
         lambda inputs: {**inputs, "x": inputs["x"][:1], "cu_seqlens": torch.tensor([0, 3]), "lengths": torch.ones(1)},
     ),
-    ("lengths", _with(lengths=lambda _: torch.ones(7))),
+    ("lengths", replaced(lengths=lambda _: torch.ones(7))),
 ]
 
 _GKA = {
@@ -268,7 +249,11 @@ OPS = [
         draw=_draw_gla,
         draw_state=_draw_gla_state,
         silence=lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "v")),
-        bad=[*_bad_heads("gla"), ("chunk_size", _with(chunk_size=lambda _: 48))],
+        bad=[
+            *bad_heads("gla"),
+            ("log_decay", replaced(log_decay=lambda g: g[..., :1])),
+            ("chunk_size", replaced(chunk_size=lambda _: 48)),
+        ],
     ),
     Op(
         name="gla_shared",
@@ -280,14 +265,11 @@ OPS = [
         silence=lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "beta")),
         parameters=("skip",),
         bad=[
-            (
-                "value heads are not a multiple",
-                _with(**dict.fromkeys("qk", lambda t: t[:, :, :1].expand(-1, -1, 3, -1))),
-            ),
-            ("log_decay", _with(log_decay=lambda g: g[..., :1])),
-            ("beta", _with(beta=lambda b: b[..., :1])),
-            ("skip", _with(skip=lambda s: s[:1])),
-            ("state", _with(initial_state=lambda _: None)),
+            ("value heads are not a multiple", replaced(q=three_heads, k=three_heads)),
+            ("log_decay", replaced(log_decay=lambda g: g[..., :1])),
+            ("beta", replaced(beta=lambda b: b[..., :1])),
+            ("skip", replaced(skip=lambda s: s[:1])),
+            BAD_STATE,
         ],
     ),
     # the gradients are those of the converged solution, so the rows use options that converge (with the paper's 30
@@ -300,12 +282,13 @@ OPS = [
         # in 16 bits iterations without refinement lose accuracy
         low_precision=False,
         bad=[
-            *_bad_heads("gka"),
-            ("alpha", _with(alpha=lambda a: a[:, :1])),
-            ("beta", _with(beta=lambda b: b[..., :1])),
-            ("ridge", _with(ridge=lambda _: 0.0)),
-            ("chunk_size", _with(chunk_size=lambda _: 0)),
-            ("num_iterations", _with(num_iterations=lambda _: 0)),
+            *bad_heads("gka"),
+            ("log_decay", replaced(log_decay=lambda g: g[..., :1])),
+            ("alpha", replaced(alpha=lambda a: a[:, :1])),
+            ("beta", replaced(beta=lambda b: b[..., :1])),
+            ("ridge", replaced(ridge=lambda _: 0.0)),
+            ("chunk_size", replaced(chunk_size=lambda _: 0)),
+            ("num_iterations", replaced(num_iterations=lambda _: 0)),
         ],
     ),
     Op(
@@ -314,9 +297,9 @@ OPS = [
         options={"refinement": (16, 16, 16)},
         converged={"refinement": (40, 40, 40)},
         bad=[
-            ("refinement", _with(refinement=lambda _: (7, 0))),
-            ("refinement", _with(refinement=lambda _: ())),
-            ("refinement", _with(refinement=lambda _: (1,) * 9)),
+            ("refinement", replaced(refinement=lambda _: (7, 0))),
+            ("refinement", replaced(refinement=lambda _: ())),
+            ("refinement", replaced(refinement=lambda _: (1,) * 9)),
         ],
     ),
     Op(
@@ -329,11 +312,11 @@ OPS = [
         parameters=("sketch",),
         low_precision=False,
         bad=[
-            (r"sketch must be \[Hk, D, s\]", _with(sketch=lambda s: s[0])),
-            ("with s of 1 to", _with(sketch=lambda s: torch.cat([s, s, s], -1))),
-            ("with s of 1 to", _with(sketch=lambda s: s[..., :0])),
-            (r"sketch must be \[Hk, D, s\]", _with(sketch=lambda s: torch.cat([s, s]))),
-            ("state", _with(initial_state=lambda _: None)),
+            (r"sketch must be \[Hk, D, s\]", replaced(sketch=lambda s: s[0])),
+            ("with s of 1 to", replaced(sketch=lambda s: torch.cat([s, s, s], -1))),
+            ("with s of 1 to", replaced(sketch=lambda s: s[..., :0])),
+            (r"sketch must be \[Hk, D, s\]", replaced(sketch=lambda s: torch.cat([s, s]))),
+            BAD_STATE,
         ],
     ),
     *(Op(**row) for row in DELTA),

@@ -6,6 +6,7 @@ which the RMS ratio cannot bound.
 
 import torch
 import torch.nn.functional as F
+from bad_inputs import bad_heads, replaced
 from draw import rand, randn
 from torch import Tensor
 
@@ -58,40 +59,24 @@ def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -
     return K.ska_step(**tokens, mask=None, gamma=None, eta=None, **where, **op.options)
 
 
-def _with(**changes) -> object:
-    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
-
-
-def _repeated(t: Tensor) -> Tensor:
-    return t[:, :, :1].expand(-1, -1, 3, -1)
-
-
 _BAD = [
-    ("ska needs q", _with(q=lambda q: q[0])),
-    ("ska needs q", _with(v=lambda v: v[:, :-1])),
-    ("head size", _with(q=lambda q: q[..., :-1])),
-    ("multiple", _with(k=_repeated, v=_repeated)),
-    ("limit of 256", _with(v=lambda v: v[..., :1].expand(-1, -1, -1, 257))),
+    *bad_heads("ska"),
     (
         "rank 130 is over the limit of 128",
-        _with(q=lambda q: q.repeat(1, 1, 1, 5)[..., :130], k=lambda k: k.repeat(1, 1, 1, 5)[..., :130]),
+        replaced(q=lambda q: q.repeat(1, 1, 1, 5)[..., :130], k=lambda k: k.repeat(1, 1, 1, 5)[..., :130]),
     ),
-    ("empty", _with(**{name: lambda t: t[:, :0] for name in "qkv"})),
-    ("state", _with(initial_state=lambda _: None)),
-    ("state", _with(initial_state=lambda _: torch.zeros(2))),
-    ("action mask must be", _with(mask=lambda _: torch.ones(2, 7))),
-    ("action mask must be", _with(mask=lambda _: torch.ones(20, dtype=torch.bool))),
-    ("gamma", _with(gamma=lambda _: torch.ones(3))),
-    ("eta", _with(eta=lambda _: torch.ones(2, 1))),
-    ("power", _with(power=lambda _: -1)),
-    ("power", _with(power=lambda _: 1.5)),
-    ("eps", _with(eps=lambda _: 0.0)),
-    ("sigma_floor", _with(sigma_floor=lambda _: 0.0)),
-    ("chunk_size", _with(chunk_size=lambda _: 0)),
-    ("normalization", _with(normalization=lambda _: "max")),
-    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
-    ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
-    ("lengths must be", _with(lengths=lambda _: torch.ones(7))),
+    ("state", replaced(initial_state=lambda _: torch.zeros(2))),
+    ("action mask must be", replaced(mask=lambda _: torch.ones(2, 7))),
+    ("action mask must be", replaced(mask=lambda _: torch.ones(20, dtype=torch.bool))),
+    ("gamma", replaced(gamma=lambda _: torch.ones(3))),
+    ("eta", replaced(eta=lambda _: torch.ones(2, 1))),
+    ("power", replaced(power=lambda _: -1)),
+    ("power", replaced(power=lambda _: 1.5)),
+    ("eps", replaced(eps=lambda _: 0.0)),
+    ("sigma_floor", replaced(sigma_floor=lambda _: 0.0)),
+    ("chunk_size", replaced(chunk_size=lambda _: 0)),
+    ("normalization", replaced(normalization=lambda _: "max")),
+    ("lengths must be", replaced(lengths=lambda _: torch.ones(7))),
     (
         "not both",
         lambda inputs: {

@@ -132,7 +132,8 @@ def test_command_keeps_states(vllm_is_here, monkeypatch, tmp_path):
     assert "warning: --states-space" not in result.stderr
     result = memmix("serve", "--states", tmp_path / "states", "--states-space", "0.001", "--check", TINY)
     assert result.exit_code == 0 and "warning: --states-space 0.001" in result.stderr
-    assert "stand before the model" in memmix("serve", TINY, "--states", tmp_path).stderr
+    for after in (["--states", tmp_path], ["--check"]):
+        assert "stand before the model" in memmix("serve", TINY, *after).stderr
     assert "--revision may be a branch" in memmix("serve", "--states", tmp_path, TINY, "--revision=dev").stderr
     for argument in ("--no-enable-prefix-caching", "--kv_transfer_config={}"):
         assert "--states needs prefix caching" in memmix("serve", "--states", tmp_path, TINY, argument).stderr

@@ -19,7 +19,7 @@ COMPILES = (
     "the first start on a CPU compiles the model, which takes minutes; vLLM keeps the result in ~/.cache/vllm."
     " With --enforce-eager it does not compile"
 )
-OWN = ("--states", "--states-space")  # options after the model are those of vLLM
+OWN = ("--check", "--json", "--states", "--states-space")  # options after the model are those of vLLM
 SET_BY_STATES = ("--no-enable-prefix-caching", "--kv-transfer-config")
 SERVED_NAME = "--served-model-name"
 # the module behind the command `vllm`, which may be missing from PATH
@@ -77,7 +77,7 @@ def prepare(
 
     names = {re.split("[=.]", argument)[0].replace("_", "-") for argument in arguments}
     if not names.isdisjoint(OWN):
-        raise UserError(f"{', '.join(OWN)} stand before the model: memmix serve --states DIR {model} ...")
+        raise UserError(f"{', '.join(OWN)} stand before the model: memmix serve --check {model} ...")
     if keep and (clash := names.intersection(SET_BY_STATES)):
         raise UserError(f"--states needs prefix caching and a connector of its own; leave {', '.join(clash)} out")
     if keep and "--revision" in names:

@@ -6,7 +6,8 @@
     us = a + b weight_bytes + c memory_bytes        a, b, c >= 0
 
 with one fit per kind and phase, which minimises the relative error. Decoding is bound by memory traffic, and the work
-of a prompt is proportional to the same two sizes. The times serve to compare mixtures of mixers, and they are those of
+of a prompt is proportional to the same two sizes. A memory and the window beside it run one after the other, so their
+times add up. The times serve to compare mixtures of mixers, and they are those of
 the machine in the file.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_memmix.mixers import ATTENTION
+from hf_memmix.mixers import ATTENTION, BesideWindow
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 
 TIMES = Path(__file__).with_name("layer_times.json")
@@ -35,7 +36,7 @@ class LayerCost:
         state_bytes: bytes per sequence: the states of a mixer, or the keys and values of the given context.
         decode_us: estimated microseconds per decoded token of one sequence.
         prefill_us: estimated microseconds per token of a prompt of the given context.
-            Both times are None for a kind that was not measured.
+            Both times are None for a kind that was not measured, or with a window beside it if no window was.
     """
 
     state_bytes: int
@@ -58,11 +59,19 @@ def layer_cost(
         context: tokens in the cache of attention, and of the prompt.
         dtype: of weights and activations when the model is used.
     """
+    if isinstance(module, BesideWindow):
+        parts = ((kind, module.memory), ("window", module.window))
+        return _sum(*(layer_cost(name, part, config, layer, context, dtype) for name, part in parts))
     attends = kind == ATTENTION
     memory = layer_kv_bytes(config, layer, context, dtype) if attends else state_bytes(module, dtype)
     fp32 = getattr(module, "fp32_parameters", ())
     weights = sum(p.numel() * (4 if name in fp32 else dtype.itemsize) for name, p in module.named_parameters())
     return LayerCost(memory, *(_estimate(kind, phase, weights, memory) for phase in PHASES))
+
+
+def _sum(one: LayerCost, other: LayerCost) -> LayerCost:
+    pairs = zip(one.record().values(), other.record().values(), strict=True)
+    return LayerCost(*(None if None in pair else sum(pair) for pair in pairs))
 
 
 def measured_kinds() -> list[str]:

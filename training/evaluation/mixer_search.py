@@ -267,10 +267,14 @@ def choose_mixers(scores: list[dict[str, float]], costs: list[dict[str, LayerCos
     for layer, row in enumerate(scores):
         stays, may_stay = layer in budget.keep_layers, budget.keep_count > 0
         allowed.append([kind for kind in row if (kind == ATTENTION if stays else kind != ATTENTION or may_stay)])
-    kinds = {kind for row in allowed for kind in row}
-    if budget.decode_ms is not None and (unknown := sorted(kinds - set(measured_kinds()))):
+    unknown = {
+        kind for kinds, row in zip(allowed, costs, strict=True) for kind in kinds if row[kind].decode_us is None
+    }
+    if budget.decode_ms is not None and unknown:
+        kind = min(unknown)
+        named = f"the window beside {kind}" if kind in measured_kinds() else kind
         raise UserError(
-            f"decode_ms is {budget.decode_ms:g}, but the time of {unknown[0]} was not measured; measure it with"
+            f"decode_ms is {budget.decode_ms:g}, but the time of {named} was not measured; measure it with"
             " kernels/benchmarks/benchmark_layers.py, or leave the mixer or the budget out"
         )
     limits = {"keep_count": max(budget.keep_count, len(budget.keep_layers))}

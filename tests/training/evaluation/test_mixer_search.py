@@ -3,12 +3,14 @@
 import itertools
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, load_model, save_student
+from hf_memmix.conversion import layer_cost as layer_times
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.layer_cost import LayerCost, coefficients, layer_cost, measured_kinds
 from hf_memmix.conversion.mixer_files import mixer_file, read_metadata
@@ -151,6 +153,29 @@ def test_times_of_layers_come_from_measurements():
     mixer = layer_cost("gka", attention_module(student, 0), student.config, 0, 65536, torch.float32)
     assert 2 * mixer.state_bytes == Footprint.of(student.config, torch.float32).state_bytes()
     assert layer_cost("new", attention_module(student, 0), student.config, 0, 1, torch.float32).decode_us is None
+
+
+def test_the_time_of_a_window_beside_a_memory_is_added(monkeypatch):
+    """Also its bytes. Without a measured window there is no time, and a budget of time is refused."""
+    memories = [row for row in layer_times._measured()["rows"] if row["kind"] != "window"]
+    windows = [row | {"kind": "window", "us": 2 * row["us"]} for row in memories if row["kind"] == "attention"]
+    monkeypatch.setattr(layer_times, "coefficients", coefficients.__wrapped__)  # which keeps nothing
+    beside = convert_model(tiny_teacher(layers=2), "gka", local_window=8)
+    mixer = attention_module(beside, 0)
+    for rows, known in ((memories, False), (memories + windows, True)):
+        monkeypatch.setattr(layer_times, "_measured", lambda rows=rows: {"rows": rows})
+        whole, memory, window = (
+            layer_cost(kind, part, beside.config, 0, 64, torch.float32)
+            for kind, part in (("gka", mixer), ("gka", mixer.memory), ("window", mixer.window))
+        )
+        assert 2 * whole.state_bytes == Footprint.of(beside.config, torch.float32).state_bytes()
+        choose = partial(choose_mixers, [{"gka": 0.1}] * 2, [{"gka": whole}] * 2, Budget(decode_ms=1e3))
+        if known:
+            assert whole.decode_us == memory.decode_us + window.decode_us and choose() == ["gka", "gka"]
+            continue
+        assert whole.decode_us is None
+        with pytest.raises(ValueError, match="the window beside gka was not measured"):
+            choose()
 
 
 # ---- measurement

@@ -104,9 +104,12 @@ def test_export_with_a_dynamic_length(mixer):
     assert_same(*gradients)
 
 
-@pytest.mark.product_rows(r"all-")  # torch.compile of a whole model; with attention, all kinds of caches are made
+@pytest.mark.product_rows(r"(all|one)-")  # torch.compile of a whole model; with attention, all caches are made
 @torch.no_grad()
-@pytest.mark.parametrize(("layout", "mixer"), [*(("all", mixer) for mixer in MIXERS), ("mixed", DEFAULT_MIXER)])
+@pytest.mark.parametrize(
+    ("layout", "mixer"),
+    [("mixed" if m == DEFAULT_MIXER else "one", m) for m in MIXERS] + [("all", DEFAULT_MIXER)],
+)
 def test_a_prompt_is_one_graph(layout, mixer):
     """The graph also makes the cache, from which plain decoding goes on."""
     model, ids, graphs = small("llama", layout, mixer=mixer), random_ids(2, 9), Graphs()

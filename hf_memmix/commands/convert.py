@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -72,13 +71,9 @@ def convert(args) -> None:
     with library():
         from hf_memmix.conversion.families import family_of
         from hf_memmix.conversion.loading import read_config
-        from hf_memmix.conversion.mixer_layout import long_windows
 
     family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
     arguments["mixers"] = _all_options(arguments, options, [read_config(folder) for folder in trained])
-    for line in long_windows(arguments["mixers"], read_config(teacher)):
-        err.print(line, highlight=False, soft_wrap=True)
-    warnings.filterwarnings("ignore", ".* is not shorter than the .* tokens that the teacher reads")  # the same lines
     if args.dry_run:
         with library():
             from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher

@@ -10,11 +10,15 @@ These are reported in one line:
 
 If the reader of the output has ended, as `head` does, the command ends without a message.
 
+A UserWarning is one line, too.
+
 All other exceptions are defects of this project or of a library, and keep their traceback: another ValueError, such as
 that of `int("x")` in our code, a TypeError, a KeyError, an AttributeError.
 """
 
+import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
@@ -65,7 +69,8 @@ def one_line_errors(command):
     @wraps(command)
     def run(*args, **kwargs):
         try:
-            result = command(*args, **kwargs)
+            with _short_warnings():
+                result = command(*args, **kwargs)
             sys.stdout.flush()
             return result
         except KeyboardInterrupt:
@@ -84,6 +89,21 @@ def one_line_errors(command):
         raise typer.Exit(1)
 
     return run
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print a UserWarning as its message alone; others, which are for programmers, keep their place in the code."""
+    with warnings.catch_warnings():
+        at_its_place = warnings.showwarning
+
+        def show(message, category, *where, **more):
+            if category is not UserWarning:
+                return at_its_place(message, category, *where, **more)
+            return err.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
+
+        warnings.showwarning = show
+        yield
 
 
 def _reader_has_ended() -> bool:

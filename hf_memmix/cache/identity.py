@@ -27,7 +27,8 @@ _FIELDS = (
 def fingerprint(config) -> dict:
     """The fields of a configuration that decide what a state means, as JSON values."""
     fields = {name: getattr(config, name, None) for name in _FIELDS}
-    for name in sorted(set(config.mixer_types) - {ATTENTION}):
+    # the options of windows beside memories stand under the name of a mixer that no layer needs to have
+    for name in sorted(set(config.mixer_types) - {ATTENTION} | ({"window"} if config.windows() else set())):
         options = MIXERS[name].options_class.from_dict(config.mixers.get(name, {}))
         fields |= {
             f"mixers.{name}.{key}": value

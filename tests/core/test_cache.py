@@ -9,9 +9,20 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
 from core.checks import assert_same_generation, greedy, uncached_greedy
-from hf_memmix import RecurrentStateCache
+from hf_memmix import RecurrentStateCache, memmix_config
 from hf_memmix.cache.recurrent import adopt_cache
-from testing import MIXERS, assert_same, in_turn, mixers_of, one_each, random_ids, tiny_config, tiny_model
+from testing import (
+    BESIDE,
+    MIXERS,
+    assert_same,
+    build,
+    in_turn,
+    mixers_of,
+    one_each,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 
@@ -442,6 +453,21 @@ def test_saved_cache_of_a_model_that_differs_in_one_field(field, mixer, tmp_path
     other = tiny_config("gemma2", "odd", mixer, **{field: OTHER_VALUES[field]})
     with pytest.raises(ValueError, match=f"another model: .*{field}: cache"):
         RecurrentStateCache.from_pretrained(tmp_path, config=other)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": 0}], ids=str)
+def test_cache_of_a_model_with_other_windows_beside_its_memories(options, tmp_path):
+    """Saved, and live. Their options stand under the name of a mixer that no layer has."""
+    model, config = tiny_model("llama", "odd", BESIDE), tiny_config("llama", "odd", BESIDE)
+    other = build(memmix_config(config, config.mixer_types, {**config.mixers, "window": options}))
+    cache = read(model, random_ids(1, 7))
+    cache.save_pretrained(tmp_path)
+    RecurrentStateCache.from_pretrained(tmp_path, config=config)
+    different = f"another model: mixers.window.{next(iter(options))}: cache"
+    with pytest.raises(ValueError, match=different):
+        RecurrentStateCache.from_pretrained(tmp_path, config=other.config)
+    with pytest.raises(ValueError, match=different):
+        other(random_ids(1, 3), past_key_values=cache)
 
 
 def test_live_cache_of_another_model():

@@ -7,19 +7,11 @@ import sys
 
 import pytest
 
-import error_ratios
-
 gc.disable()  # until the tests are collected: what is imported and collected stays, so a search finds no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_addoption(parser):
-    parser.addoption("--error-ratios", metavar="FILE", help="append each test's largest error / bound to FILE")
-
-
 def pytest_configure(config):
-    if config.getoption("error_ratios"):
-        config.pluginmanager.register(error_ratios.start(config.getoption("error_ratios")))
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # with -n, the process that starts the others runs no test and needs no PyTorch
     import torch

@@ -330,7 +330,8 @@ def lora_target_modules(model_or_config) -> list[str]:
     config = getattr(model_or_config, "config", model_or_config)
     if not isinstance(config, MemMixConfig):
         raise UserError(f"{type(model_or_config).__name__} is no memmix model or configuration; ask PEFT for its own")
-    mixers = [MIXERS[kind] for kind in config.mixer_types if kind != ATTENTION]
+    kinds = {*config.mixer_types, *(["window"] if config.windows() else [])}  # also beside a memory
+    mixers = [MIXERS[kind] for kind in kinds - {ATTENTION}]
     kept = {"q_proj", "v_proj"} if ATTENTION in config.mixer_types else set()
     return sorted(kept.union(*(mixer.lora_targets for mixer in mixers)))
 

@@ -154,6 +154,8 @@ def test_lora_target_modules(mixer):
     assert set(lora_target_modules(pure)) == own
     assert set(lora_target_modules(hybrid)) == own | {"q_proj", "v_proj"}
     assert lora_target_modules(hybrid.config) == lora_target_modules(hybrid)
+    beside = {**MIXERS[mixer], "local_window": 4 * (mixer != "window")}
+    assert set(lora_target_modules(tiny_config("llama", "all", mixer, beside))) == own | {"q_proj", "v_proj"}
     for model in (tiny_model("llama", None), None):
         with pytest.raises(ValueError, match="no memmix model"):
             lora_target_modules(model)

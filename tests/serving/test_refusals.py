@@ -213,5 +213,6 @@ def test_length_of_a_fixed_rotation():
     assert longest(["gka", "attention"], long) == longest(["gka"], long, gka={"use_rope": True}) == 40
     assert longest(["gka", "attention"], {"full_attention": {"rope_type": "default"}, "sliding_attention": long}) == 40
     assert longest(["attention"], {"rope_type": "dynamic"}) == 100
+    assert longest(["mamba2"], long, mamba2={"local_window": 4}, window={"use_rope": True}) == 40
     for kinds, rotation in ((["gka"], long), (["attention"], {"rope_type": "yarn"}), (["attention"], None)):
         assert longest(kinds, rotation) == float("inf")

@@ -177,7 +177,9 @@ def longest_with_fixed_rotation(config) -> float:
 
     It does so for the whole batch, by its largest position. Infinity: never, or no layer uses the embeddings.
     """
-    kinds, options = config.mixer_types, config.mixers or {}
+    kinds, options = {*config.mixer_types}, config.mixers or {}
+    if any(options.get(kind, {}).get("local_window") for kind in kinds):
+        kinds.add("window")  # beside a memory
     if not any(kind == ATTENTION or options.get(kind, {}).get("use_rope") for kind in kinds):
         return float("inf")
     given = getattr(config, "rope_parameters", None) or {}

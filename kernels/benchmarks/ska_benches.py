@@ -74,14 +74,30 @@ def fla_ssd(refuses: bool):
     return forward
 
 
-def draw_gdn(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
-    return {**draw_ssd(B, T, H, D), "beta": torch.rand(B, T, H, device="cuda").bfloat16()}
+def draw_delta(channels: bool):
+    """As for our op (`benchmark.py`): one decay per head, or per key channel."""
+
+    def draw(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+        size = (B, T, H, D) if channels else (B, T, H)
+        decays = {"log_decay": -0.02 * torch.rand(size, device="cuda")}
+        return draw_ssd(B, T, H, D) | decays | {"beta": torch.rand(B, T, H, device="cuda").bfloat16()}
+
+    return draw
 
 
-def fla_gdn(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+def fla_delta(channels: bool, refuses: bool = True):
+    """FLA's gated delta rule, or KDA; `refuses` as in `fla_ssd`."""
 
-    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], output_final_state=True)
+    def forward(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        from fla.ops.common import chunk_o
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
+
+        chunk_o.TRITON_ABOVE_3_7_1 = not refuses
+        op = chunk_kda if channels else chunk_gated_delta_rule
+        return op(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], output_final_state=True)
+
+    return forward
 
 
 BENCHES = [
@@ -94,13 +110,19 @@ if importlib.util.find_spec("fla"):
     BENCHES += [
         {**SSD, "forward": fla_ssd(True), "fields": {"by": name}, "refusal": refusal},
         {**SSD, "forward": fla_ssd(False), "fields": {"by": f"{name}, refusal lifted"}},
-        # Gated DeltaNet, the linear attention whose state is nearest to GKA's
-        {
-            "op": "gdn",
-            "draw": draw_gdn,
-            "forward": fla_gdn,
-            "chunk_shapes": [(4, 8192, 8, 128), (1, 131072, 8, 128)],
-            "fields": {"by": "fla chunk_gated_delta_rule"},
-            "refusal": refusal,
-        },
+        *(
+            {
+                "op": "gdn",
+                "draw": draw_delta(channels),
+                "forward": fla_delta(channels, refuses),
+                "chunk_shapes": [(4, 8192, 8, 128), (1, 131072, 8, 128)],
+                "fields": {"by": by},
+                **({"refusal": refusal} if refuses else {}),
+            }
+            for by, channels, refuses in (
+                ("fla chunk_gated_delta_rule", False, True),
+                ("fla chunk_gated_delta_rule, refusal lifted", False, False),
+                ("fla chunk_kda", True, True),
+            )
+        ),
     ]

@@ -94,6 +94,10 @@ def native_library(op: str, x: torch.Tensor, *others: torch.Tensor | None) -> ct
     """
     if not x.is_cpu or x.dtype not in NATIVE_DTYPES:
         return None
+    forced = _environment.backend()
+    # first what takes less time: without a compiler, every call asks in vain
+    if forced != "native" and (forced is not None or _native.library(op) is None):
+        return None
     for t in others:  # the torch path has a message for tensors of several devices, native code would crash
         if t is not None and not t.is_cpu:
             return None
@@ -105,11 +109,8 @@ def native_library(op: str, x: torch.Tensor, *others: torch.Tensor | None) -> ct
         or torch._C._get_tracing_state() is not None
     ):
         return None
-    forced = _environment.backend()
     if forced is None:
         return _native.library(op)
-    if forced != "native":
-        return None
     try:
         return _native.library(op, needed=True)
     except _native.NativeError as error:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._pages import read_pages, write_pages
 from ..rowwise.torch_path import unit_heads_torch
 from .arguments import Heads, Token
 from .torch_path import short_conv_step_torch
@@ -26,7 +27,7 @@ class Convolution(NamedTuple):
         x: [B, T, C].
         weight: [C, K]. `prompt_heads` takes None for v: no convolution.
         state: [B, C, K-1] or, for one token, its pages. `prompt_heads` takes None: zeros.
-        head_dim: the head size D, or 0 if the output stays as it is.
+        head_dim: the head size D, or 0 if the output stays as it is; those with heads come first.
     """
 
     x: Tensor
@@ -35,10 +36,15 @@ class Convolution(NamedTuple):
     head_dim: int
 
 
-def heads_torch(a: Heads) -> Tensor:
-    """The outputs of `unit_heads_after_convolutions`, one after the other in one flat tensor."""
-    outputs = []
-    for token, weight, state, dim in zip(a.x, a.weights, a.states, a.head_dims, strict=True):
-        y = short_conv_step_torch(*Token(token, weight, None, state, a.state_indices, a.silu, None))
-        outputs.append(unit_heads_torch(y.unflatten(-1, (-1, dim)), a.cos, a.sin, a.eps) if dim else y)
-    return torch.cat([y.flatten() for y in outputs])
+def heads_torch(a: Heads) -> list[Tensor]:
+    """The outputs of `unit_heads_after_convolutions`, computed as those of one convolution and one tensor of heads."""
+    widths, states = [t.shape[-1] for t in a.x], read_pages(a.state_indices, *a.states)
+    joined = torch.cat(states, 1)
+    y = short_conv_step_torch(*Token(torch.cat(a.x, -1), torch.cat(a.weights), None, joined, None, a.silu, None))
+    for state, new in zip(states, joined.split(widths, 1), strict=True):
+        state.copy_(new)
+    write_pages(a.state_indices, a.states, states)
+    dims = [dim for dim in a.head_dims if dim]
+    heads, rest = y.split([sum(widths[: len(dims)]), sum(widths[len(dims) :])], -1)
+    heads = unit_heads_torch(heads.unflatten(-1, (-1, dims[0])), a.cos, a.sin, a.eps).flatten(2)
+    return [*heads.split(widths[: len(dims)], -1), *rest.split(widths[len(dims) :], -1)]

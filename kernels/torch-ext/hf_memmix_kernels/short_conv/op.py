@@ -195,8 +195,9 @@ def short_conv_step(
 @torch.library.custom_op("hf_memmix::short_conv_heads", mutates_args=("states",))
 @flat(Heads)
 def _heads_op(heads: Heads) -> Tensor:
-    path = _heads_triton if use_triton(heads.x[0], "short_conv") else heads_torch
-    return path(heads)
+    if use_triton(heads.x[0], "short_conv"):
+        return _heads_triton(heads)
+    return torch.cat([y.flatten() for y in heads_torch(heads)])
 
 
 @_heads_op.register_fake
@@ -216,10 +217,10 @@ def unit_heads_after_convolutions(
     silu: bool,
     state_indices: Tensor | None,
 ) -> list[Tensor] | None:
-    """One token: `short_conv_step` of each convolution, then `unit_heads` of its output, in one call of native code or
-    one kernel, without autograd.
+    """One token: `short_conv_step` of each convolution, then `unit_heads` of its output, for all at once, without
+    autograd.
 
-    Native code checks no arguments. The op and the kernel check the states only.
+    Native code checks no arguments. The other paths check the states only.
 
     Args:
         convolutions: all with the same number of taps K and, where they have heads, one head size.
@@ -229,7 +230,7 @@ def unit_heads_after_convolutions(
         state_indices: pages of the states, int32 or int64 [B], or None.
 
     Returns:
-        The outputs [B, 1, C]; or None if neither native code nor the kernel can run, or if gradients are needed.
+        The outputs [B, 1, C]; or None where the functions apart are as fast, or if gradients are needed.
 
     Raises:
         ValueError: states or pages that `short_conv_step` refuses; no state has changed then.
@@ -253,10 +254,12 @@ def unit_heads_after_convolutions(
             library = native_library("short_conv", first, *tensors)
             if library is not None:
                 return heads_native(library, arguments)
-        if not use_triton(first, "short_conv") or torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active():
             return None
     shapes = tuple((c.x.shape[0], c.x.shape[2], c.weight.shape[1] - 1) for c in convolutions)
     check_step_states("short_conv_step", first.shape[1], tuple(states), shapes, state_indices, any_stride=True)
+    if not through_op and not use_triton(first, "short_conv"):
+        return heads_torch(arguments)
     return _split(_heads_op(*arguments) if through_op else _heads_triton(arguments), x)
 
 

@@ -32,7 +32,7 @@ def new_layer(kind: str, config, layer_idx: int) -> MemoryMixer:
 class BesideWindow(MemoryMixer):
     """A memory and a window on the same input. Its options are those of the memory; those of the window stand under
     `mixers["window"]`, except for its size, `local_window`. So a window beside a memory has the defaults of
-    one alone, and reads the first token as well (measured so in training/experiments/smollm2).
+    one alone, also that of its first tokens (`WindowOptions`).
 
     The states of the window begin with "window_".
     """

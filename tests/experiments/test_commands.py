@@ -11,23 +11,19 @@ from typer.testing import CliRunner
 
 from hf_memmix.training.experiments import report
 from hf_memmix.training.experiments.baselines import language as baselines_language
-from hf_memmix.training.experiments.coffee import language as coffee_language
-from hf_memmix.training.experiments.common import harness, language
+from hf_memmix.training.experiments.common import harness
 from hf_memmix.training.experiments.common.harness import load_results, matches
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import transfer
 from hf_memmix.training.experiments.gka import recall
 from hf_memmix.training.experiments.gka_vision import digits
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
-from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.results import path_of
 
 FOLDER = Path(report.__file__).parent
 PACKAGE = "hf_memmix.training.experiments"
 # experiments by the names of their results, and the file of results if it has another name
 HARNESSED = {
-    "lattice_language": (lattice_language, None),
-    "coffee_language": (coffee_language, None),
     "baselines_language": (baselines_language, None),
     "lattice_ablation": (lattice_ablation, None),
     "recall": (recall, None),
@@ -60,8 +56,7 @@ def given(request, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(harness, "execute", lambda *given, **about: seen.append(given))
     for imported in ("describe_training_text", "text_record", "load_digits"):
-        for where in (module, language):
-            monkeypatch.setattr(where, imported, lambda path: {}, raising=False)
+        monkeypatch.setattr(module, imported, lambda path: {}, raising=False)
     needed = [option for option in ("text", "teacher", "data", "images") if option in module.main.__annotations__]
     paths = [part for option in needed for part in (f"--{option}", tmp_path / "text.npy")]
     result = invoke(module, "--out", tmp_path / "new.json", *paths)

@@ -21,7 +21,7 @@ from hf_memmix.training.experiments.common.rates import (
     rates_to_try,
     trained_and_failed,
 )
-from hf_memmix.training.experiments.common.report import joined, rows_table, spread_note
+from hf_memmix.training.experiments.common.report import rows_table, spread_note
 from hf_memmix.training.experiments.gka import recall
 
 ENVIRONMENT = {"hardware": "a CPU", "commit": "abc"}
@@ -249,27 +249,3 @@ def test_a_table_of_rows_has_the_seeds_at_the_best_rate_and_leaves_out_what_fail
     table = rows_table({"rows": rows, "environment": ENVIRONMENT}, "model", "accuracy:1:100", "dev_loss:2")
     assert table.splitlines()[2] == "| a | 1 (edge) | 25.0 ± 35.4 | 1.00 ± 0.00 |"
     assert len(table.splitlines()) == 5 and " 2 seeds" in table and "a CPU, commit abc" in table
-
-
-def test_rows_of_another_result_stand_in_a_table_if_they_were_measured_in_the_same_way():
-    sizes = {
-        "contexts": [512],
-        "layers": 1,
-        "hidden_size": 32,
-        "heads": 2,
-        "tokens": 10,
-        "batch_tokens": 5,
-        "lrs": [1],
-    }
-
-    def result(name, models, **changed):
-        rows = [finished(1.0, 1.0, model=model, context=512, seed=0, perplexity=10.0) for model in models]
-        about = {"text": {"sha256": "0"}, "chance_loss": 6.5, "environment": {"hardware": "CPU", "commit": name}}
-        return about | {"experiment": name, "rows": rows, "settings": sizes | {"models": models} | changed}
-
-    own, other = result("own", ["dec"]), result("other", ["dec", "gka"])
-    both = joined(own, [other])
-    assert both["settings"]["models"] == ["dec", "gka"] and own["settings"]["models"] == ["dec"]
-    assert [(row["model"], row.get("commit")) for row in both["rows"]] == [("dec", None), ("gka", "other")]
-    with pytest.raises(ValueError, match="other and own differ in tokens"):
-        joined(own, [result("other", ["gka"], tokens=20)])

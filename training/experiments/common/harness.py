@@ -123,7 +123,8 @@ def _message(error: Exception) -> str:
 
 
 def measured_at(results: dict) -> str:
-    """The hardware of the results and the commits of their rows. A run that was resumed may have several of both.
+    """The hardware of the results and the commits of their rows. A run that was resumed may have several of both; of
+    more than three commits the first is named, and the file has the others.
 
     Results of an earlier bundled transformer than today's also name it.
     """
@@ -131,9 +132,13 @@ def measured_at(results: dict) -> str:
     for row in results["rows"]:
         commits = places.setdefault(row.get("hardware") or where["hardware"], {})
         commits[row.get("commit") or where["commit"]] = None
-    texts = [f"{hardware}, commit {', '.join(commits)}" for hardware, commits in places.items()]
+    texts = [f"{hardware}, commit {_few(list(commits))}" for hardware, commits in places.items()]
     earlier = [earlier_teacher(results)] if results.get("experiment") in OF_THE_BUNDLED_TEACHER else []
     return "; ".join(filter(None, texts + earlier))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others"
 
 
 def matches(record: dict, row: dict) -> bool:

@@ -12,9 +12,6 @@ from hf_memmix.training.experiments.common.fit import NAMES, memory_of, model_of
 from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.rates import at_best_rate, at_edge, chosen_rows, trained_and_failed
 
-# settings that two results must share before their rows stand in one table
-COMPARABLE = ("hidden_size", "layers", "heads", "batch_tokens", "tokens", "lrs")
-
 
 def mean_of_rows(rows: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
     """The mean and deviation of one model's rows, as text; "" without rows."""
@@ -36,28 +33,6 @@ def rate_text(rows: list[dict], lr: float) -> str:
     """The learning rate; "(edge)" if no larger or no smaller one was tried in `rows`, so a better one may exist."""
     alone = len({row["lr"] for row in rows}) == 1
     return f"{lr:g}" + (" (only one)" if alone else " (edge)" if at_edge(rows, lr) else "")
-
-
-def joined(results: dict, others: list[dict]) -> dict:
-    """The results with the rows of models that only the other results have.
-
-    Raises:
-        ValueError: another result was measured with another size, number of tokens, rates or text.
-    """
-    rows, models = list(results["rows"]), list(results["settings"]["models"])
-    for other in others:
-        differ = [key for key in COMPARABLE if other["settings"][key] != results["settings"][key]]
-        differ += [key for key in ("text", "chance_loss") if other[key] != results[key]]
-        if differ:
-            raise ValueError(
-                f"{other['experiment']} and {results['experiment']} differ in {', '.join(differ)}; their rows cannot"
-                " stand in one table"
-            )
-        new = [name for name in other["settings"]["models"] if name not in models]
-        where = other["environment"]["commit"]
-        rows += [{"commit": where, **row} for row in other["rows"] if row["model"] in new]
-        models += new
-    return results | {"rows": rows, "settings": results["settings"] | {"models": models}}
 
 
 def memory_text(settings: dict, model: str) -> tuple[str, str]:

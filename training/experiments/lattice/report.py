@@ -10,20 +10,12 @@ from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and
 from hf_memmix.training.experiments.common.report import (
     above,
     caption,
-    joined,
-    language_section,
     mean_of_rows,
     paper_above,
     rate_text,
     spread_note,
 )
-from hf_memmix.training.experiments.lattice.language import PAPER
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
-
-
-def language(files: list[dict]) -> str:
-    """The table of language models, with the paper's figures and with the models of the other files (`joined`)."""
-    return language_section(joined(files[0], files[1:]), "dec", PAPER)
 
 
 def ablation_table(rows: list[dict]) -> str:

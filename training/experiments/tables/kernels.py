@@ -169,7 +169,7 @@ WINDOW_TIMES = {
 
 def windows() -> str:
     """Whole models with windows beside attention and GKA: alone on a machine, and beside a training."""
-    beside = " A training ran on the machine's other GPU, so the processor was slower than it is alone."
+    beside = " Prompts and decoding: beside a training on the machine's other GPU, so the processor was slower."
     return f"{_windows('model_windows_h100')}\n\n{_windows('model_windows_h200')}{beside}"
 
 
@@ -184,8 +184,9 @@ def _windows(file: str) -> str:
         title = f"{phase}, {batch} x {length}" + (", CUDA graph" if way else "") + (", tokens/s" * (column != "ms"))
         of = [found.get((*case, name)) for name in models]
         lines.append([title, *("" if row is None else _shown(row[column], column) for row in of)])
-    (gpu,), (commit,) = ({row[name] for row in rows} for name in ("gpu", "commit"))
-    note = f"ms, where the row names no other unit; decode: sequences x prompt. {gpu}, commit {commit}, one run."
+    (gpu,), commits = (list(dict.fromkeys(row[name] for row in rows)) for name in ("gpu", "commit"))
+    note = "ms, where the row names no other unit; decode: sequences x prompt."
+    note += f" {gpu}, commit {', '.join(commits)}, one run{'' if len(commits) == 1 else ' each'}."
     note += " Empty: not measured." * any("" in line for line in lines)
     return f"{markdown_table(['', *models.values()], lines, figures=True)}\n\n{note}"
 

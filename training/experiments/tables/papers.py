@@ -7,12 +7,18 @@ from hf_memmix.training.experiments.coffee.report import epochs_text, table_of_i
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, median, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
-from hf_memmix.training.experiments.common.report import above, mean_of_rows, memory_text, paper_above
+from hf_memmix.training.experiments.common.report import (
+    above,
+    language_section,
+    mean_of_rows,
+    memory_text,
+    paper_above,
+)
 from hf_memmix.training.experiments.echo.report import mask_table
 from hf_memmix.training.experiments.gka import variants_report
 from hf_memmix.training.experiments.gka_vision.models import MODELS
 from hf_memmix.training.experiments.gka_vision.report import INTERVAL_NOTE, accuracy_text
-from hf_memmix.training.experiments.lattice.language import PAPER
+from hf_memmix.training.experiments.lattice.variants import PAPER
 from hf_memmix.training.experiments.recall_teacher.raised_report import raised_table
 from hf_memmix.training.experiments.results import read
 
@@ -40,6 +46,15 @@ def from_scratch() -> str:
     return f"{markdown_table(head, lines, figures=True)}\n\n{SPREAD_NOTE} {measured_at(results)}."
 
 
+def lattice_contexts() -> str:
+    """The language models that were trained at several contexts, with the paper's distances (Table 2 of Lattice)."""
+    results = read("baselines_language")
+    longer = {row["model"] for row in results["rows"] if row["context"] > 512}
+    rows = [row for row in results["rows"] if row["model"] in longer]
+    settings = results["settings"] | {"models": [name for name in PAPER if name in longer]}
+    return language_section(results | {"rows": rows, "settings": settings}, "dec", PAPER)
+
+
 def induction() -> str:
     """COFFEE's tables beside the paper's: one line per setting."""
     lines: dict[str, list] = {}  # of two rates of one setting, the one with the higher median
@@ -52,7 +67,7 @@ def induction() -> str:
             setting = words.rpartition(" rate=")[0]
             line = [number, setting, run["paper"], f"{best:.3f}", solved]
             lines[number + setting] = max(lines.get(number + setting, line), line, key=lambda of: float(of[3]))
-    for found in (read("coffee_mnist_5k"), read("coffee_mnist_5k_more")):
+    for found in map(read, ("coffee_mnist_5k", "coffee_mnist_5k_s6", "coffee_mnist_5k_more")):
         for setting, run in found["runs"].items():
             stopped = run["iterations"] < run["planned_iterations"]
             words = f" ({epochs_text(run, found['data']['train'])} epochs)" if stopped else ""

@@ -1,14 +1,10 @@
-"""Measurements that tests/core/test_tensor_parallel.py compares between one process and two. The two processes run
-this module as a program.
-
-    python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER...
+"""Measurements that tests/core/test_tensor_parallel.py compares between one process and several, which call `main`.
 
 Every folder holds a saved model, and perhaps a LoRA adapter for it in `adapter`; rank 0 writes `measured.pt` and the
 saved model `again` beside it.
 """
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -99,6 +95,7 @@ def run(folder: Path) -> dict:
 
 
 def main(folders: list[str]):
+    """In every rank of a launch."""
     torch.set_num_threads(1)
     for folder in map(Path, folders):
         with library_in_float64():
@@ -106,7 +103,3 @@ def main(folders: list[str]):
         if os.environ["RANK"] == "0":
             torch.save(found, folder / "measured.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

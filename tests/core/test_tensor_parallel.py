@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_memmix
-from child import TESTS, child_env
+from child import run_scripts
 from core.mixer_variants import every_variant, made
 from hf_memmix import RecurrentStateCache, memmix_config
 from hf_memmix.conversion import save_student
@@ -119,10 +117,10 @@ def launched(tmp_path_factory):
 
 
 def launch(folders, processes=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(TESTS / "tensor_parallel_run.py"), *map(str, folders)]
-    run = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-3000:]
+    folders = list(folders)
+    source = "import sys, tensor_parallel_run; tensor_parallel_run.main(sys.argv[1:])"
+    for rank in run_scripts(source, folders[0], folders, processes=processes):
+        assert rank.exitcode == 0, rank.output[-3000:]
 
 
 @pytest.mark.product

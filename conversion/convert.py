@@ -25,7 +25,7 @@ from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep, layers_without_rope
 from hf_memmix.conversion.limits import RESIZE, tokens_without_embedding
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
-from hf_memmix.conversion.mixer_layout import Layers, long_windows, mixer_types_of, options_by_mixer
+from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of, options_by_mixer, told_before
 from hf_memmix.conversion.model_files import check_model_folder, first_names
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
@@ -134,7 +134,7 @@ def _student_of(
     _check_generation_settings(generation)
     starts = {kind: start_of(kind) for kind in used}
     options = options_by_mixer(used, mixers, mixer_options)
-    for line in long_windows(options, config):
+    for line in told_before(options, config):
         warnings.warn(line, stacklevel=4)
     attentions = {i: extract_attention(teacher, i) for i in converted}
     for kind in options:  # options that the attention needs (biases, norms); the user's options replace them

@@ -134,13 +134,24 @@ def options_by_mixer(used: list[str], mixers: dict[str, dict] | None, plain: dic
     return options | ({WINDOW: dict(mixers.get(WINDOW, {}))} if beside and WINDOW not in used else {})
 
 
-def long_windows(options: dict[str, dict], config) -> list[str]:
-    """A line for each window in the options by mixer that is as long as all that the teacher can read, or longer."""
+def told_before(options: dict[str, dict], config) -> list[str]:
+    """Lines that a user should read before a conversion: for each window in the options by mixer that is as long as
+    all that the teacher can read, or longer; and for a teacher that scales q by its position, as Ministral 3 does.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     sizes = {f"{mixer}.{name}": own.get(name) for mixer, own in options.items() for name in ("window", "local_window")}
-    return [
+    lines = [
         f"{name}={size} is not shorter than the {limit} tokens that the teacher reads: such a window is all of its"
         " attention, and the cache of these layers is not smaller; give a smaller one"
         for name, size in sizes.items()
         if isinstance(size, int) and limit and size >= limit
     ]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("llama_4_scaling_beta"):
+        first = rope.get("original_max_position_embeddings")
+        lines.append(
+            f"from position {first} on, the teacher scales q by its position (llama_4_scaling_beta="
+            f"{rope['llama_4_scaling_beta']}), and converted layers do not: train the student at such lengths, or keep"
+            " its contexts shorter"
+        )
+    return lines

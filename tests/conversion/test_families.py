@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import warnings
 
 import pytest
 import torch
@@ -225,6 +226,19 @@ def test_each_layer_keeps_its_own_scale_of_scores(tmp_path):
     expected = teacher(ids, use_cache=False).logits
     for student in (convert_model(teacher, "window"), load_model(tmp_path / "student")):
         torch.testing.assert_close(student(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scale_of_q_by_position_is_told():
+    """Of Ministral 3: nothing of it is in a converted layer."""
+    teacher = tiny_teacher("ministral3")
+    first = teacher.config.rope_parameters["original_max_position_embeddings"]
+    with pytest.warns(UserWarning, match=f"from position {first} on, the teacher scales q"):
+        convert_model(teacher, "window")
+    teacher = tiny_teacher("ministral3", rope_parameters={**teacher.config.rope_parameters, "llama_4_scaling_beta": 0})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_model(teacher, "window")
+    assert not [line for line in caught if "scales q" in str(line.message)]
 
 
 def test_extraction_copies():

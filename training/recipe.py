@@ -154,10 +154,11 @@ class Recipe:
                 f" {self.rest_learning_rate:g}; set it to 0.0, or set teacher to lora or copy"
             )
         check_choice("quantize", self.quantize)
-        for name, idle in (("lora_mixers", False), ("quantize", "none")):
+        for name, idle in (("lora_rank", 16), ("lora_mixers", False), ("quantize", "none")):
             if (value := getattr(self, name)) != idle and self.teacher != "lora":
                 raise UserError(
-                    f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
+                    f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora, or leave"
+                    f" {name} out"
                 )
         for name, idle in (("pack", False), ("quantize", "none")):
             if self.compile and (value := getattr(self, name)) != idle:

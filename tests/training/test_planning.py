@@ -68,8 +68,8 @@ def test_weights_optimizer_and_gradients_are_those_of_a_training_step(settings, 
     expected = memory_of(Shapes.of(*models("meta", tied=tied, keep=[2])), replace(settings, rows=1, length=2))
     cached = settings.teacher == "cache"
     recipe = Recipe(
-        stage=settings.stage, teacher="copy" if cached else settings.teacher, lora_rank=4, bf16=True,
-        lora_mixers=settings.lora_mixers,
+        stage=settings.stage, teacher="copy" if cached else settings.teacher, bf16=True,
+        lora_rank=settings.lora_rank, lora_mixers=settings.lora_mixers,
     )  # fmt: skip
     if settings.stage == "align":
         student.float()

@@ -86,6 +86,7 @@ def test_groups_reach_the_weights(student, tmp_path):
         ({"stage": "distill", "teacher": "shared"}, "set it to 0.0"),
         ({"stage": "distill", "layers": "0-1"}, "only align trains a part"),
         ({"stage": "distill", "far_weight": 1.0}, "far_weight is 1, but only align compares attentions"),
+        ({"stage": "distill", "lora_rank": 8}, "lora_rank is 8, but only a run with LoRA has frozen matrices"),
         ({"far_window": 64}, "far_window is 64, but far_weight is 0"),
         ({"drills": 1.5}, "drills is 1.5; it must be at most 1"),
         ({"drills": 0.5, "stream": True}, "drills is 0.5, which does not work with stream: True"),

@@ -1,8 +1,5 @@
-"""Training steps of sequences that are split over several processes, beside those of one process. The processes of
-tests/core/test_context_parallel.py run this module as a program; for errors, copies of a test's process call
-`measure`.
-
-    python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py RESULT CASE...
+"""Training steps of sequences that are split over several processes, beside those of one process. The ranks of
+tests/core/test_context_parallel.py call `main`; for errors, copies of a test's process call `measure`.
 
 Every process computes a case alone first, and then its part in torch's `context_parallel`. Rank 0 writes the largest
 difference of loss and gradients per case, or the text of its error, as JSON. It also checks that the processes would
@@ -12,7 +9,6 @@ not wait for each other forever where every message waits for its receiver, as o
 import contextlib
 import copy
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -207,7 +203,7 @@ def measure(result, *cases):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main(result, *cases):
+    """In every rank of a launch."""
     dist.init_process_group("gloo")
-    measure(*sys.argv[1:])
+    measure(result, *cases)

@@ -7,7 +7,6 @@ layers gather all keys here.
 import functools
 import json
 import re
-import subprocess
 import sys
 import types
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks
 
-from child import TESTS, child_env, forked
+from child import forked, run_scripts
 from context_parallel_run import check_meetings, measure
 from core.checks import CHECKS
 from core.mixer_variants import VARIANTS, made
@@ -110,10 +109,10 @@ def rank_of_two(rank, folder, cases):
 def by_three(tmp_path_factory):
     """What `context_parallel_run.py` measures, by the names of CASES, from one launch."""
     result = tmp_path_factory.mktemp("three") / "measured.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command += [str(TESTS / "context_parallel_run.py"), str(result), *map(json.dumps, CASES.values())]
-    run = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
+    source = "import sys, context_parallel_run; context_parallel_run.main(*sys.argv[1:])"
+    arguments = [result, *map(json.dumps, CASES.values())]
+    for rank in run_scripts(source, result.parent, arguments, processes=3):
+        assert rank.exitcode == 0, rank.output[-3000:]
     return dict(zip(CASES, json.loads(result.read_text()), strict=True))
 
 

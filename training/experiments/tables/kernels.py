@@ -281,16 +281,17 @@ def cpu_goals() -> str:
     """Goals on a CPU, as parts of attention's time, with one and with two threads, with native code and without."""
     found = {tuple(row[name] for name in ("native", "shape", "threads", "mixer", "phase")): row for row in read("cpu")}
     threads, lines = sorted({key[2] for key in found}), []
+    mixers = [name for name in dict.fromkeys(key[3] for key in found) if name != "attention"]
     ways = list(dict.fromkeys(key[:2] for key in sorted(found, key=lambda key: not key[0])))
     for (native, shape), (phase, name, *goals) in itertools.product(ways, CPU):
         goal, cells = goals[not native], []
-        for mixer in MIXERS:
+        for mixer in mixers:
             pairs = [[found.get((native, shape, n, of, phase)) for of in (mixer, "attention")] for n in threads]
             parts = [of["cpu_ms"] / attention["cpu_ms"] for of, attention in pairs if of and attention]
-            cells.append(" / ".join(f"{part:.2f}" + " missed" * (round(part, 2) > goal) for part in parts))
+            cells.append("/".join(f"**{part:.2f}**" if round(part, 2) > goal else f"{part:.2f}" for part in parts))
         if any(cells):
             title = f"{name}, {shape} model" + ", no compiler" * (not native)
             lines.append([title, f"<= {goal:g}", *cells])
-    head = ["of attention's time", "goal", *(f"`{mixer}`" for mixer in MIXERS)]
-    note = f"With {' / '.join(map(str, threads))} threads; processor time. Empty: not measured. `cpu.json`."
+    head = ["of attention's time", "goal", *(f"`{mixer}`" for mixer in mixers)]
+    note = f"With {'/'.join(map(str, threads))} threads; processor time. Bold: goal missed. Empty: not measured."
     return f"{markdown_table(head, lines, figures=True)}\n\n{note}"

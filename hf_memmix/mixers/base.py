@@ -126,6 +126,7 @@ class MemoryMixer(MixerForward, WarnsOfRounding, SparedFromDecay):
     kept_bytes: ClassVar[KeptBytes | None] = None  # for the backward pass; None: `memmix plan` refuses the mixer
     # whether the memory after tokens is e^g S + W, with S before them, and g and W do not depend on S: `piece_writes`
     linear: ClassVar[bool] = False
+    use_rope: bool = False  # whether q and k are rotated
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

@@ -17,6 +17,8 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
+from hf_memmix_kernels.coffee.arguments import Parameters
+from hf_memmix_kernels.coffee.layer import coffee_layer_step
 from hf_memmix_kernels.coffee.op import MAX_STATES
 
 from ..errors import UserError
@@ -24,6 +26,7 @@ from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .half_lives import decay_rates, half_lives
 from .kept_bytes import KeptBytes
+from .layer_step import layer_around
 from .layers import CONV_ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 from .tp_plan import plan_of, share
@@ -119,6 +122,14 @@ class CoffeeMixer(MemoryMixer):
     def step(self, tokens, states, state_indices=None):
         u, _ = self.u_conv1d(tokens["u"], states["conv_u"], in_place=True, state_indices=state_indices)
         return coffee_step(u, **self._recurrence(), state=states["x"], state_indices=state_indices)
+
+    def layer_step(self, x, rotary, states):
+        gate = ("z_proj",) if self.plain["use_gate"] else ()
+        layer = layer_around("coffee", self, x, None, states, gate, value="u", activation="silu")
+        if layer is None:
+            return None
+        w_filter = self.w_filter if self.plain["use_output_filter"] else None
+        return coffee_layer_step(layer, Parameters(self.lam_logit, self.w, self.C, w_filter), states["x"])
 
     def readout(self, y, x, tokens=None):
         gate = self.output_product("z_proj", x, tokens) if self.plain["use_gate"] else None

@@ -137,7 +137,7 @@ class MixerForward(nn.Module):
         return self._scan_rows(inputs, layout.rows, states, layer)
 
     def _step(self, inputs: LayerInputs, states: dict[str, Tensor], layer) -> Tensor:
-        out = self.layer_step(inputs.x, inputs.rotary or None, states)
+        out = None if inputs.given else self.layer_step(inputs.x, inputs.rotary or None, states)
         if out is None:
             out = self.readout(self.step(self._tokens(inputs), states), inputs.x)
         layer.advance(1)

@@ -10,8 +10,7 @@ from hf_memmix_kernels._layer_step import Layer, runs_layer_step
 
 from .layers import RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
 
-PROJECTIONS = ("v_proj", "o_proj")
-NORMS, CONVOLUTIONS = ("q_norm", "k_norm", "o_norm"), ("q_conv1d", "k_conv1d", "v_conv1d")
+NORMS = ("q_norm", "k_norm", "o_norm")
 PLAIN = frozenset((nn.Linear, RMSNorm, ShortConvolution))
 
 
@@ -39,21 +38,26 @@ def parameters_of(
 
 
 def layer_around(
-    op: str, mixer: nn.Module, x: Tensor, rotary, states: dict[str, Tensor], gate: tuple[str, ...] = (), **options
-) -> Layer | None:
-    """What lies around the memory of a mixer with the layers of `HeadsMixer`; None if native code may not compute it.
+    op: str, mixer: nn.Module, x: Tensor, rotary, states: dict[str, Tensor], gate: tuple[str, ...] = (),
+    value: str = "v", **options,
+) -> Layer | None:  # fmt: skip
+    """What lies around the memory of a mixer with some of the layers of `HeadsMixer`; None if native code may not
+    compute it.
 
     Args:
         op: whose native code is asked for.
-        mixer: with the options qk_norm, rope_layout, norm_eps and, if it has convolutions, conv_activation.
+        mixer: with the options qk_norm, rope_layout, norm_eps and conv_activation, if it has what they change.
         x, rotary, states: of `MemoryMixer.layer_step`.
         gate: names of the output gate's layers.
+        value: what the names of v's projection and convolution begin with.
         options: `unit_eps` and `activation` of `Layer`.
     """
     if not runs_layer_step(op, x) or mixer.joined_layers is not None or (mixer.use_rope and rotary is None):
         return None
     of_keys = ("qk_proj", "qk_proj") if "qk_proj" in mixer._modules else ("q_proj", "k_proj")
-    found = parameters_of(mixer, (*of_keys, *PROJECTIONS, *NORMS, *CONVOLUTIONS, *gate))
+    convolved = ("q", "k", value)
+    convolutions = [f"{name}_conv1d" for name in convolved]
+    found = parameters_of(mixer, (*of_keys, f"{value}_proj", "o_proj", *NORMS, *convolutions, *gate))
     if found is None:
         return None
     weights, biases = found
@@ -68,7 +72,7 @@ def layer_around(
             cos, sin = [one_angle_per_pair(t, plain["rope_layout"]).contiguous() for t in rotary]
             angles = cos, sin, cos.shape[-1]
     return Layer(
-        x.contiguous(), weights[:4], biases[:4], weights[4:7], *angles, plain["norm_eps"], weights[7:10],
-        [states.get(f"conv_{name}") for name in "qkv"], plain.get("conv_activation") == "silu",
+        x.contiguous(), weights[:4], biases[:4], weights[4:7], *angles, plain.get("norm_eps", 0.0), weights[7:10],
+        [states.get(f"conv_{name}") for name in convolved], plain.get("conv_activation") == "silu",
         gate=[None] * (2 - len(gate)) + weights[10:], gate_bias=biases[-1] if gate else None, **options,
     )  # fmt: skip

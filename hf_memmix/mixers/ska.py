@@ -18,13 +18,15 @@ from transformers import initialization as init
 
 from hf_memmix_kernels import cg_lift, chunk_ska, ska_per_token_state, ska_state_shapes, ska_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
-from hf_memmix_kernels.ska.arguments import Estimate
+from hf_memmix_kernels.ska.arguments import Estimate, State
+from hf_memmix_kernels.ska.layer import ska_layer_step
 from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
 from ..errors import UserError
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .kept_bytes import KeptBytes
+from .layer_step import layer_around
 from .layers import at_least_fp32, init_layers
 from .options import MixerOptions, between, mixer_options, one_of
 from .tp_plan import heads_plan
@@ -153,6 +155,14 @@ class SKAMixer(MemoryMixer):
             refresh_every=options["refresh_every"],
             state_indices=state_indices,
         )
+
+    def layer_step(self, x, rotary, states):
+        options = self.plain
+        layer = None if self._per_token or options["use_cg_lift"] else layer_around("ska", self, x, None, states)
+        if layer is None:
+            return None
+        state, estimate = State(*[states[name] for name in STATES]), Estimate(**self._model())
+        return ska_layer_step(layer, (self.gamma, self.eta), state, options["chunk_size"], estimate)
 
     def readout(self, y, x, tokens=None):
         return self.o_proj(y.flatten(2))

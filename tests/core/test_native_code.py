@@ -128,7 +128,7 @@ def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch)
         assert (steps - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
-IN_ONE_CALL = ("window", "gated_delta", "kda", "gka", "mamba2", "lattice")
+IN_ONE_CALL = ("window", "gated_delta", "kda", "gka", "mamba2", "lattice", "ska", "coffee")
 ALL = {"use_rope": True, "qk_norm": "head", "qkv_bias": True, "o_bias": True}
 LAYERS = [
     *[row for row in VARIANTS if row[0] in IN_ONE_CALL],
@@ -136,6 +136,8 @@ LAYERS = [
     *[(mixer, ALL | {"gate_bias": True}) for mixer in ("gated_delta", "kda", "gka")],
     ("lattice", ALL | {"gate_bias": True, "slots": None, "share_qk": False}),
     ("lattice", {"variant": "enc", "step_size": "softplus"}),  # steps beyond the largest one
+    ("ska", {"qkv_bias": True, "o_bias": True, "power": 3}),
+    ("coffee", {"use_gate": True, "gate_bias": True, "u_bias": True, "o_bias": True, "use_output_filter": True}),
 ]
 
 
@@ -156,7 +158,9 @@ def test_a_layers_step_in_one_call(mixer, options, dtype, monkeypatch):
     exact, states = copy.deepcopy(layer).double(), layer.initial_states(1, "cpu", dtype)
     tokens = [(x[:, t : t + 1], tuple(angle[:, t : t + 1] for angle in rotary)) for t in range(x.shape[1])]
     found = [layer.layer_step(*token, states) for token in tokens]
-    aside = any(options.get(name) for name in ("output_gate", "local_window", "sketch_dim", "l1"))
+    aside = options.get("refresh_every") == 1 or any(
+        options.get(name) for name in ("output_gate", "local_window", "sketch_dim", "l1", "use_cg_lift")
+    )
     whole = all(options.get(name, True) for name in ("use_decay", "use_beta", "use_alpha", "project"))
     if aside or not whole or options.get("variant") in ("ttt", "delta"):
         first = layer.initial_states(1, "cpu", dtype)

@@ -98,6 +98,20 @@ def test_action_mask_stores_the_chosen_tokens_only():
     assert_same(padded.logits[:, 4:], full)
 
 
+@torch.no_grad()
+def test_action_mask_of_single_tokens():
+    """In float32 and for one sequence, where native code computes a layer without a mask in one call."""
+    model, ids, mask = (
+        tiny_model("llama", "all", "ska", dtype=torch.float32),
+        random_ids(1, 19),
+        torch.rand(1, 19) < 0.6,
+    )
+    cache, parts = hf_memmix.RecurrentStateCache(model.config), []
+    for part, stored in zip(ids.split(1, 1), mask.split(1, 1), strict=True):
+        parts.append(model(part, action_mask=stored, past_key_values=cache).logits)
+    assert_same(torch.cat(parts, 1), model(ids, action_mask=mask).logits, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("mask", [torch.ones(2, 8), torch.ones(9), torch.ones(1, 9), True])
 def test_action_mask_of_another_shape_is_refused(mask):
     with pytest.raises(ValueError, match=r"action_mask of layer 0 .* expected \[2, 9\].*into a cache"):
@@ -129,10 +143,13 @@ def test_no_nan(scale, refresh_every):
     y.sum().backward()
     gradients = [x.grad, *(p.grad for p in mixer.parameters())]
     assert y.isfinite().all() and all(g.isfinite().all() for g in gradients)
-    states = mixer.allocate_states(1, "cpu", torch.float32)
+    states, others = (mixer.allocate_states(1, "cpu", torch.float32) for _ in range(2))
     with torch.no_grad():
         steps = [mixer.step(mixer.project(token, None), states) for token in x.split(1, 1)]
+        in_one_call = [mixer.layer_step(token, None, others) for token in x.split(1, 1)]
     assert all(step.isfinite().all() for step in steps)
+    if in_one_call[0] is not None:  # there is a compiler
+        assert all(step.isfinite().all() for step in in_one_call)
 
 
 # ---- the start from attention

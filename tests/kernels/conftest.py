@@ -18,7 +18,7 @@ def pytest_configure():
 
 # ops with native code; those of them whose whole forward and backward pass is native, not only the step
 NATIVE = {path.parent.name for path in Path(hf_memmix_kernels.__file__).parent.glob("*/native.cpp")}
-NATIVE_CHUNKS = NATIVE - {"rowwise", "window"}
+NATIVE_CHUNKS = NATIVE - {"rowwise", "window", "ska"}
 
 
 @pytest.fixture(params=["torch", "native", "triton"])

@@ -26,8 +26,8 @@ class Layer(NamedTuple):
 
     Attributes:
         x: the layer's input [1, 1, hidden].
-        weights, biases: of the projections of q, k, v and of the output, as in nn.Linear; a bias may be None. If q and
-            k have the same weight, k has the heads of q, else those of v.
+        weights, biases: of the projections of q, k, v and of the output, as in nn.Linear; a bias may be None, and the
+            weights of q and k may both be. If they are the same, k has the heads of q, else those of v.
         norms: weights of the RMSNorms of q and k, [K] for each head or [heads K] over all, and of the output's heads
             [D]; None for none.
         cos, sin: of the rotation, see `rowwise.rotate`: the first r = `pairs` numbers of [1, 1, d], 2 r <= K; None for
@@ -158,12 +158,13 @@ def _sizes(shapes: tuple[torch.Size | None, ...], dims: tuple[int, int], pairs: 
     """From the shapes of a layer's tensors, in the order of the native code; None if they do not fit together."""
     (x, *weights), biases, norms, taps, past = shapes[:5], shapes[5:9], shapes[9:12], shapes[12:15], shapes[15:18]
     angles, (down, up, gate_bias) = shapes[18:20], shapes[20:]
-    if None in weights:
+    (q, k, v, o), hidden, (key_dim, dim) = weights, x[-1], dims
+    if v is None or o is None or (q is None) != (k is None):
         return None
-    (q, _, v, o), hidden, (key_dim, dim) = weights, x[-1], dims
-    rows, values, width, rank = q[0], v[0], o[0], hidden if down is None else down[0]
-    outputs, keys = rows // key_dim * dim, rows if shared else values // dim * key_dim
-    counts, size = (rows, keys, values), taps[0][-1] if taps[0] else 0
+    rows, values, width, rank = 0 if q is None else q[0], v[0], o[0], hidden if down is None else down[0]
+    outputs = values if q is None else rows // key_dim * dim
+    keys = rows if shared else values // dim * key_dim
+    counts, size = (rows, keys, values), max([0 if t is None else t[-1] for t in taps])
     expected = (
         *[(count, hidden) for count in counts], (width, outputs), *[(count,) for count in counts], (width,),
         *[norm if norm == (key_dim,) else (count,) for norm, count in zip(norms[:2], counts[:2], strict=True)], (dim,),

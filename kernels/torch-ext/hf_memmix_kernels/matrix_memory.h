@@ -52,17 +52,6 @@ struct Token {
     }
 };
 
-// sum += A^T by, for A [K, V]
-void pull(float* sum, const float* A, const float* by, int K, int V) {
-    over_rows(K, [&](int first, auto rows) __attribute__((always_inline)) {
-        over_columns(V, [&](int i, auto kind) __attribute__((always_inline)) {
-            auto found = by[first] * get(A + first * V + i, kind);
-            for (int n = 1; n < rows; ++n) found += by[first + n] * get(A + (first + n) * V + i, kind);
-            put(sum + i, get(sum + i, kind) + found);
-        });
-    });
-}
-
 // The state after a token from that before it, which may be the same memory; x, and o if there is memory for it.
 template <bool DELTA>
 void advance(Token& token, const float* S, float* next, float* x, float* o) {

@@ -193,6 +193,17 @@ INLINE void products(const T* w, const T* bias, const X* x, int64_t rows, int64_
     for (; row < rows; ++row) part(row, std::integral_constant<int, 1>());
 }
 
+// sum += A^T by, for A [K, V]
+inline void pull(float* sum, const float* A, const float* by, int K, int V) {
+    over_rows(K, [&](int first, auto rows) __attribute__((always_inline)) {
+        over_columns(V, [&](int i, auto kind) __attribute__((always_inline)) {
+            auto found = by[first] * get(A + first * V + i, kind);
+            for (int n = 1; n < rows; ++n) found += by[first + n] * get(A + (first + n) * V + i, kind);
+            put(sum + i, get(sum + i, kind) + found);
+        });
+    });
+}
+
 template <class T>
 static inline const T* as(const void* at) {
     return static_cast<const T*>(at);

@@ -16,6 +16,15 @@ class Inputs(NamedTuple):
     gate: Tensor | None
 
 
+class Parameters(NamedTuple):
+    """Of a layer's decode step, [D, n] each; lam is -2 sigmoid(lam_logit), and the filter may be None."""
+
+    lam_logit: Tensor
+    w: Tensor
+    C: Tensor
+    w_filter: Tensor | None
+
+
 class Start(NamedTuple):
     """The state before the first token [N, D, n]."""
 

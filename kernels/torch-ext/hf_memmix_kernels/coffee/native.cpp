@@ -1,10 +1,10 @@
-// COFFEE on a CPU: x = x + s (lambda x + u) with the gate s = g phi(w x), then y = C . x. One token, sequences, and their
-// gradients (README.md, "Backward"). Sequences are computed in blocks of features, whose states stay in the processor's
-// cache.
+// COFFEE on a CPU: x = x + s (lambda x + u) with the gate s = g phi(w x), then y = C . x. One token, a layer's decode step,
+// sequences, and their gradients (README.md, "Backward"). Sequences are computed in blocks of features, whose states stay in
+// the processor's cache.
 
 #include <algorithm>
 
-#include "../native.h"
+#include "../layer.h"
 
 namespace {
 
@@ -211,6 +211,47 @@ EXPORT void coffee_gradients(const float* dy, float* dstate, const float* u, con
     }
 }
 
+// What a layer's decode step reads beside `Layer`, [features, states] each: the parameters, of which w_filter may be null, and
+// the state. lambda is -2 sigmoid(logit). FIELDS of native_path.py has the same fields.
+struct Parameters {
+    const float *logit, *w, *C, *w_filter;
+    float* state;
+    int64_t states;
+};
+
+namespace {
+
+// y of one token from u, both [features]; the states x [features, states] move on
+template <int FEEDBACK>
+void step(const float* u, const float* lambda, const float* w, const float* C, const float* w_filter, float* x, float* y,
+          int64_t features, int64_t states) {
+    for (int64_t d = 0; d < features; ++d) {
+        const int64_t end = (d + 1) * states;
+        const float now = u[d];
+        float sum = 0, filter = 0;
+#pragma GCC ivdep
+        for (int64_t at = d * states; at < end; ++at) {
+            x[at] += phi(w[at], x[at], now, FEEDBACK) * (lambda[at] * x[at] + now);
+            sum += C[at] * x[at];
+        }
+        for (int64_t at = d * states; w_filter && at < end; ++at) filter += w_filter[at] * x[at];
+        y[d] = w_filter ? sum * sigmoid(filter) : sum;
+    }
+}
+
+// a layer whose v is u
+template <class T>
+void layer(const Layer& l, const Parameters& p) {
+    const int64_t features = l.rows[2];
+    Floats u(features), y(features), lambda(features * p.states);
+    project<T>(l, 2, u.data());
+    for (size_t i = 0; i < lambda.size(); ++i) lambda[i] = -2 * sigmoid(p.logit[i]);
+    step<SIGMOID>(u.data(), lambda.data(), p.w, p.C, p.w_filter, p.state, y.data(), features, p.states);
+    read_out<T>(l, y.data());
+}
+
+}  // namespace
+
 // u, y [batch, features], the parameters [features, states], w_filter may be null. Row b has the state [features, states]
 // at state + page * stride, where page is pages[b], or b without pages.
 EXPORT void coffee_step(const float* u, const float* lambda, const float* w, const float* C, const float* w_filter,
@@ -218,18 +259,11 @@ EXPORT void coffee_step(const float* u, const float* lambda, const float* w, con
                         int64_t states, int64_t feedback) {
     for (int64_t b = 0; b < batch; ++b) {
         float* x = page(state, pages, stride, b);
-        for (int64_t d = 0; d < features; ++d, x += states) {
-            const float now = u[b * features + d];
-            float sum = 0, filter = 0;
-            for (int64_t j = 0; j < states; ++j) {
-                const int64_t at = d * states + j;
-                const float inner = w[at] * (feedback == INPUT ? now : x[j]);
-                const float gate = feedback == TOKEN ? 1.0f : feedback == LINEAR ? inner : sigmoid(inner);
-                x[j] += gate * (lambda[at] * x[j] + now);
-                sum += C[at] * x[j];
-                if (w_filter) filter += w_filter[at] * x[j];
-            }
-            y[b * features + d] = w_filter ? sum * sigmoid(filter) : sum;
-        }
+        BY_FEEDBACK(step, u + b * features, lambda, w, C, w_filter, x, y + b * features, features, states);
     }
+}
+
+// One token of one sequence.
+EXPORT void coffee_layer(const Layer* l, const Parameters* p, int64_t in_bf16) {
+    in_bf16 ? layer<bf16>(*l, *p) : layer<float>(*l, *p);
 }

@@ -1,16 +1,18 @@
-"""The native path, for a CPU: sequences, their gradients and one token, by native.cpp.
+"""The native path, for a CPU: sequences, their gradients, one token and a layer around it, by native.cpp.
 
 Packed sequences take the torch path.
 """
 
 import ctypes
+import struct
 
 import torch
 from torch import Tensor
 
 from .._groups import flat
+from .._layer_step import NativeLayer
 from .._native import INTEGER, POINTER, Library, address, changed, dense, empty, function, over_rows, pages_of
-from .arguments import BACKWARD, FORWARD, Inputs, Kept, Pages, Rule, Save, Start, Upstream, Wanted
+from .arguments import BACKWARD, FORWARD, Inputs, Kept, Pages, Parameters, Rule, Save, Start, Upstream, Wanted
 from .torch_path import chunk_length
 
 FEEDBACKS = ("sigmoid", "linear", "input", "token")  # phi, in the order of native.cpp
@@ -18,6 +20,7 @@ TOKENS, GRADIENTS = (*[POINTER] * 9, *[INTEGER] * 9), (*[POINTER] * 15, *[INTEGE
 BLOCK = 64  # features of a row of native.cpp
 FORWARD_WORK, BACKWARD_WORK = 12.0, 30.0  # operations per token and state
 STEP = (*[POINTER] * 7, INTEGER, POINTER, *[INTEGER] * 4)
+FIELDS = struct.Struct("5Pq")
 
 
 def _changeable(state: Tensor) -> Tensor:
@@ -85,3 +88,12 @@ def coffee_step_native(library: ctypes.CDLL, inputs: Inputs, pages: Pages) -> Te
     )  # fmt: skip
     changed(state)
     return y.to(dtype)
+
+
+def coffee_layer_native(layer: NativeLayer, parameters: Parameters, state: Tensor) -> Tensor:
+    """See `layer.coffee_layer_step`."""
+    parameters = [dense(t) for t in parameters]
+    fields = FIELDS.pack(*[address(t) or 0 for t in (*parameters, state)], state.shape[-1])
+    function(layer.library, "coffee_layer", (POINTER, POINTER, INTEGER))(layer.fields, fields, layer.in_bf16)
+    changed(state)
+    return layer.out

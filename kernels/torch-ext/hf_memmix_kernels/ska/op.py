@@ -5,12 +5,13 @@ from torch import Tensor
 
 from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._groups import flat, tensors
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
 from .arguments import FORWARD, STEP, Chunks, Ends, Estimate, Refresh, State, Tokens, Upstream
+from .native_path import ska_step_native
 from .state import check_state, state_shapes
 from .torch_path import ska_step_torch
 
@@ -78,6 +79,9 @@ _ska_fwd.register_autograd(_backward, setup_context=_setup_context)
 @step_op("hf_memmix::ska_step", mutates_args=("statistics", "operator", "previous", "nu", "position"))
 @flat(*STEP)
 def _ska_step(x: Tokens, state: State, refresh: Refresh, estimate: Estimate) -> Tensor:
+    native = not refresh.per_token and state.statistics.dtype == torch.float32
+    if native and (library := native_library("ska", *x, *state)):
+        return ska_step_native(library, x, state, refresh, estimate)
     step = ska_step_torch
     rank = x.q.shape[-1]
     if use_triton(x.q, "ska", rank) and state.statistics.dtype != torch.float64:

@@ -198,6 +198,20 @@ def _read_per_token(S, P, nu, q, estimate: Estimate):
     return scale[..., None, None] * (x @ CT)
 
 
+def estimate_again(
+    state: State, due: Tensor, estimate: Estimate, per_token: bool = False, check: bool = True, refuse: bool = True
+) -> None:
+    """Compute the operator, or with `per_token` P, of the heads that are `due` [N, Hk] from their statistics, and let
+    a chunk begin; in place. `check`, `refuse`: see `inverse`."""
+    S, W, _, nu, position = state
+    if per_token:
+        _, new = inverse(split_statistics(S)[0], ridge_of(nu, estimate.eps), check, refuse)
+    else:
+        new = Operator(S, nu, estimate, check, refuse).WT
+    W.copy_(torch.where(due[..., None, None], new, W))
+    position.masked_fill_(due, 0)
+
+
 @without_autocast
 @flat(*STEP)
 def ska_step_torch(x: Tokens, pools: State, refresh: Refresh, estimate: Estimate):
@@ -225,12 +239,7 @@ def ska_step_torch(x: Tokens, pools: State, refresh: Refresh, estimate: Estimate
     check = q.device.type == "cpu"
     if not check or due.any():  # a GPU is not asked: it may be recording a graph
         # among pages one may be garbage, which must not stop the others
-        checks = check, state_indices is None
-        if per_token:
-            _, new = inverse(G, ridge_of(nu, estimate.eps), *checks)
-        else:
-            new = Operator(S, nu, estimate, *checks).WT
-        W.copy_(torch.where(due[..., None, None], new, W))
-        position.masked_fill_(due, 0)
+        refuse = state_indices is None
+        estimate_again(State(S, W, previous, nu, position), due, estimate, per_token, check, refuse)
     write_pages(state_indices, pools, (S, W, previous, nu, position))
     return o.to(q.dtype)[:, None]

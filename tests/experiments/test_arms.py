@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 from hf_memmix.assets import asset_path
 from hf_memmix.swap import memory_mixers
+from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common import harness
-from hf_memmix.training.experiments.smollm2 import arms, arms_report, few_shot, measuring
+from hf_memmix.training.experiments.smollm2 import arms, arms_report, few_shot, measuring, recipe_changes
+from hf_memmix.training.groups import parameter_rates
+from hf_memmix.training.recipe import load_recipe
 
 ENVIRONMENT = {"hardware": "a CPU", "commit": "abc"}
 
@@ -44,7 +47,12 @@ def args(tmp_path_factory):
         "free_tokens": 3,
         "text": folder / "dev.txt",
     }
-    asked = {"arms": ["gka @ times=2 drills=.5"], "given_steps": "3,4", "compile": False, "deadline": float("inf")}
+    asked = {
+        "arms": ["gka @ times=2 drills=.5 then=128 average=.5"],
+        "given_steps": "3,4",
+        "compile": False,
+        "deadline": float("inf"),
+    }
     options = sizes | choice | probes | asked
     return SimpleNamespace(teacher=teacher, data=folder, out=folder / "a.json", **options)
 
@@ -77,7 +85,16 @@ def test_an_arm_begins_only_if_it_can_end(args, done):
 
 @pytest.mark.parametrize(
     "asked",
-    ["nothing", "gka @ kept", "gka @ kept=few", "gka @ layers=1", "gka @ drills=2", "gka @ answers=1", "gka @ more=1"],
+    [
+        "nothing",
+        "gka @ kept",
+        "gka @ kept=few",
+        "gka @ layers=1",
+        "gka @ drills=2",
+        "gka @ answers=1",
+        "gka @ more=1",
+        "gka @ own=.5",
+    ],
 )
 def test_arms_that_cannot_be_run_are_refused(args, asked):
     with pytest.raises(typer.BadParameter):
@@ -100,7 +117,11 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
         parts = [outcome] if isinstance(outcome, dict) else outcome
         rows.append({**waiting[0], **{key: value for part in parts for key, value in part.items()}})
     teacher, arm = rows
-    assert arm["keep"] == teacher["choice"]["keep"] and arm["tokens"] == 14 * 128 and arm["heldout_kl"] > 0
+    assert (
+        arm["keep"] == teacher["choice"]["keep"]
+        and arm["tokens"] == (14 + recipe_changes.THEN_STEPS) * 128
+        and arm["heldout_kl"] > 0
+    )
     assert arm["recall"][0]["teacher"]["choice"] == teacher["fact_128_choice"]
     assert {"fact", "drilled"} == {row["task"] for row in arm["recall"]}
     results = {
@@ -108,7 +129,10 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
         "settings": {"lengths": [128], "probes": ["fact"], "window": args.window},
         "environment": ENVIRONMENT,
     }
-    assert f"| gka, drills | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |" in arms_report.table(results)
+    assert (
+        f"| gka, drills, average 0.5, then 128 | {arm['state_bytes']:,} | {arm['heldout_kl']:.3f} |"
+        in arms_report.table(results)
+    )
     arms_report.plot([results, results], args.data / "recall.png")
     assert (args.data / "recall.png").stat().st_size > 5000
 
@@ -116,13 +140,48 @@ def test_an_arm_is_trained_and_measured_beside_its_teacher(args):
 @pytest.mark.parametrize("asked", ["gka @ drills=.5", "gka @ drills=.5 answers=0", "gka @ drills=.5 more=1", "gka"])
 def test_the_rows_of_an_arm_have_its_share_of_drills_and_its_weight_of_answers(args, asked, done):
     (row,) = arms.rows_to_run(done[:1], with_options(args, arms=[asked]))
-    data = arms.data_of(row, args)
+    data = arms.data_of(row, args.block_size, args)
     text = measuring.tokens_of(args.data, "train")[: data.blocks.numel()].view_as(data.blocks)
     drilled = (data.blocks != text).any(1)
     assert int(drilled.sum()) == (len(data) // 2 if row["drills"] else 0)
     if row["drills"]:
         weights = data.loss_mask.sum(1) / args.block_size
         assert torch.allclose(weights, 1 + drilled.float() * (row["answers"] is None))
+
+
+def test_changes_of_the_conversion_reach_the_student(args):
+    row = {"arm": "gka + window 64, first token", "keep": [2], "rope": 0, "unshare": 1}
+    student = arms.student_of(row, args)
+    assert student.config.attention_without_rope == [2] and memory_mixers(student)[0].options.unshare_kv_heads
+
+
+@pytest.mark.parametrize(("changes", "rates"), [({"frozen": 1}, (0.0, 0.0)), ({"slope": 0.5}, (0.0625, 0.5))])
+def test_the_rates_of_mlps_are_changed_alone(args, changes, rates):
+    student = arms.student_of({"arm": "gka", "keep": [2]}, args)
+    row, depth = {"frozen": None, "slope": None} | changes, len(student.config.mixer_types)
+    recipe = load_recipe("distill", rest_learning_rate=0.5, groups=recipe_changes.groups(row, depth, 0.5))
+    found = parameter_rates(student, recipe)
+    assert [found[f"model.layers.{i}.mlp.up_proj.weight"][0] for i in (depth - 4, depth - 1)] == list(rates)
+    assert {rate for name, (rate, _) in found.items() if ".mlp." not in name} == {0.5, recipe.learning_rate}
+
+
+def test_own_texts_take_the_place_of_text_and_of_no_drill(args, done):
+    (row,) = arms.rows_to_run(done[:1], with_options(args, arms=["gka @ drills=.5"]))
+    data = arms.data_of(row, 128, args)
+    own = TokenBlocks(torch.full((256,), 7), 128, None, loss_mask=torch.arange(256).view(2, 128) % 2 == 0)
+    mixed = recipe_changes.with_own(data, own, 0.25)
+    taken, drilled = (mixed.blocks == 7).all(1), (data.loss_mask != 1).any(1)
+    assert int(taken.sum()) == round(len(data) / 4) and not (taken & drilled).any()
+    assert (mixed.loss_mask[taken].sum(1) == 64).all() and (mixed.blocks[~taken] == data.blocks[~taken]).all()
+
+
+def test_the_average_of_the_weights_is_that_of_the_last_steps():
+    model, average = torch.nn.Linear(1, 1, bias=False), recipe_changes.Average(0.5)
+    for value in (1.0, 2.0, 4.0):
+        model.weight.data.fill_(value)
+        average.on_step_end(None, None, None, model)
+    average.on_train_end(None, None, None, model)
+    assert model.weight.item() == 0.25 * 1 + 0.25 * 2 + 0.5 * 4
 
 
 def test_what_lies_outside_every_window_has_a_table(args):

@@ -8,7 +8,7 @@ windows in place of mixers (`memmix select --stand-in window`), on development t
 aligned, distilled and measured; it begins only if the rest of `--seconds` is enough for it. The same command runs the
 remaining arms. Behind an `@` stands what an arm has in place of the common settings, see `CHANGES`. An arm with fewer
 kept layers keeps those that were chosen first. "gka @ drills=.5" trains on rows half of which are drills of recall,
-see `training/fact_drills.py`.
+see `training/fact_drills.py`. Other changes of the recipe: `recipe_changes.py`.
 """
 
 import json
@@ -25,7 +25,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common.harness import Experiment, check_time
 from hf_memmix.training.experiments.common.options import Options, check_names
-from hf_memmix.training.experiments.smollm2 import measuring
+from hf_memmix.training.experiments.smollm2 import measuring, recipe_changes
 from hf_memmix.training.text_files import text_record
 from hf_memmix.training.train import align, distill, load_recipe
 
@@ -41,6 +41,7 @@ ARMS = {
     "gka": {"gka": {}},
     "gka + window 64": {"gka": {"local_window": 64}} | NO_FIRST_TOKEN,
     "gka + window 64, first token": {"gka": {"local_window": 64}} | FIRST_TOKEN,
+    "gka, long + window 64, first token": {"gka": {"local_window": 64, "half_lives": [16, 2048]}} | FIRST_TOKEN,
     "gated_delta": {"gated_delta": {}},
     "gated_delta + window 64": {"gated_delta": {"local_window": 64}} | NO_FIRST_TOKEN,
     "gated_delta + window 64, first token": {"gated_delta": {"local_window": 64}} | FIRST_TOKEN,
@@ -59,9 +60,11 @@ ARMS = {
 # a memory beside a window that `align` also compares by what attention reads outside this window
 FAR = ", far weight 1"
 ARMS |= {name + FAR: mixers for name, mixers in ARMS.items() if any("local_window" in own for own in mixers.values())}
-# layers that keep their attention, seed, a factor of the steps; share and weight of drills, see `with_drills`; and a
-# factor of the learning rates; and 1 for the drills of `more_forms`
-CHANGES = {"kept": int, "seed": int, "times": int, "drills": float, "answers": float, "rate": float, "more": int}
+# layers that keep their attention, seed, a factor of the steps; share and weight of drills, see `with_drills`; a
+# factor of the learning rates; 1 for the drills of `more_forms`; and changes of the recipe
+SIZES = {"kept": int, "seed": int, "times": int}
+NOTED = {"drills": float, "answers": float, "rate": float, "more": int} | recipe_changes.CHANGES  # in every row
+CHANGES = SIZES | NOTED
 FIRST = (
     "window 384",
     "gka + window 64",
@@ -109,7 +112,7 @@ def changes_of(asked: str) -> tuple[str, dict[str, float]]:
     name, _, changes = asked.partition(" @ ")
     pairs = (change.split("=") for change in changes.split())
     found = {change: CHANGES.get(change, float)(value) for change, value in pairs}
-    if not 0 <= found.get("drills", 0) <= 1 or ({"answers", "more"} & {*found} and not found.get("drills")):
+    if not 0 <= found.get("drills", 0) <= 1 or ({"answers", "more", "own"} & {*found} and not found.get("drills")):
         raise ValueError
     return name, found
 
@@ -121,7 +124,7 @@ def row_of(asked: str, trace: list[dict], args) -> dict:
     keep = sorted(row["layer"] for row in trace[1 : changes.get("kept", args.kept) + 1])
     row = {"step": "arm", "arm": arm, "keep": keep, "seed": changes.get("seed", args.seed)}
     # None in results that are older than these changes
-    row |= {name: changes.get(name) for name in ("drills", "answers", "rate", "more")}
+    row |= {name: changes.get(name) for name in NOTED}
     return row | dict(zip(STAGES, counts, strict=True))
 
 
@@ -152,26 +155,35 @@ def chosen_and_measured(args) -> dict:
 
 def student_of(row: dict, args):
     mixers = ARMS[row["arm"]]  # the memory stands first
-    return convert_model(measuring.teacher_of(args.teacher), next(iter(mixers)), row["keep"], mixers=mixers)
+    memory = next(iter(mixers))
+    given = recipe_changes.conversion(row, memory, mixers)
+    return convert_model(measuring.teacher_of(args.teacher), memory, row["keep"], **given)
 
 
-def data_of(row: dict, args) -> TokenBlocks:
+def data_of(row: dict, block_size: int, args) -> TokenBlocks:
     if not row["drills"]:
-        return TokenBlocks(measuring.tokens_of(args.data, "train"), args.block_size)
+        return TokenBlocks(measuring.tokens_of(args.data, "train"), block_size)
     answers = 1.0 if row["answers"] is None else row["answers"]
-    return measuring.drilled_blocks(
-        args.teacher, args.data, args.block_size, row["drills"], answers, bool(row["more"])
-    )
+    data = measuring.drilled_blocks(args.teacher, args.data, block_size, row["drills"], answers, bool(row["more"]))
+    if row["own"]:
+        own = measuring.own_blocks(args.teacher, args.data, block_size)
+        data = recipe_changes.with_own(data, own, row["own"])
+    return data
 
 
-def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]:
-    """One stage with the rates of its recipe."""
-    steps, recipe = row[stage], load_recipe(stage)
-    clock = Clock(args)
-    data = data_of(row, args)
-    sizes = {"steps": steps, "batch_size": args.batch_size, "block_size": args.block_size, "save_every": 0}
+def train(student, stage: str, row: dict, seed: int, args, longer: bool = False) -> tuple[dict, Clock]:
+    """One stage with the rates of its recipe. `longer`: `THEN_STEPS` on rows of `then` tokens."""
+    recipe, clock = load_recipe(stage), Clock(args)
+    steps, size = (recipe_changes.THEN_STEPS, row["then"]) if longer else (row[stage], args.block_size)
+    data = data_of(row, size, args)
+    batch = args.batch_size * args.block_size // size
+    sizes = {"steps": steps, "batch_size": batch, "block_size": size, "save_every": 0}
     sizes |= {name: getattr(recipe, name) * (row["rate"] or 1) for name in ("learning_rate", "rest_learning_rate")}
     sizes |= {"drills": data.drills, "compile": args.compile}
+    callbacks = [clock]
+    if stage == "distill":
+        sizes["groups"] = recipe_changes.groups(row, len(student.config.mixer_types), sizes["rest_learning_rate"])
+        callbacks += [recipe_changes.Average(row["average"])] if row["average"] else []
     if args.compile:
         torch.compiler.reset()  # the layers of the arm before, in the same process
     if stage == "align" and row["arm"].endswith(FAR):
@@ -185,7 +197,7 @@ def train(student, stage: str, row: dict, seed: int, args) -> tuple[dict, Clock]
             **sizes,
             seed=seed,
             resume=False,
-            callbacks=[clock],
+            callbacks=callbacks,
             trainer={"logging_steps": max(1, steps // 12)},
         )
     return result, clock
@@ -198,13 +210,14 @@ def trained_and_measured(row: dict, args):
     yield {
         "parameters": student.num_parameters(),
         "state_bytes": measuring.layer_bytes(student),
-        "tokens": size * sum(row[stage] for stage in STAGES),
+        "tokens": size * (sum(row[stage] for stage in STAGES) + (recipe_changes.THEN_STEPS if row["then"] else 0)),
     }
-    for seed, stage in enumerate(STAGES):
-        result, clock = train(student, stage, row, row["seed"] * len(STAGES) + seed, args)
+    parts = [(stage, stage, False) for stage in STAGES] + [("then", "distill", True)] * bool(row["then"])
+    for seed, (part, stage, longer) in enumerate(parts):
+        result, clock = train(student, stage, row, row["seed"] * len(STAGES) + seed, args, longer)
         kept = {name: result[name] for name in ("first_loss", "last_loss", "seconds", "log")}
         kept["compiled"] = args.compile
-        yield {f"{stage}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step)}}
+        yield {f"{part}_run": kept | {"tokens_per_second": round(size / clock.seconds_per_step)}}
     began = time.time()
     figures = measuring.measured_of(args).of(student)
     yield figures | {"finite": True, "measuring_seconds": round(time.time() - began, 1)}
@@ -251,7 +264,7 @@ def check(args) -> None:
         try:
             arm, changes = changes_of(asked)
         except ValueError:
-            told = f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, without which no answers or more"
+            told = f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, which answers, more and own need"
             raise typer.BadParameter(told, param_hint="--arms") from None
         check_names("--arms", [arm], ARMS)
         check_names("--arms", list(changes), CHANGES)

@@ -7,6 +7,7 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes.counted import LEAST_OF_TEACHER
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import Panel, draw
+from hf_memmix.training.experiments.smollm2 import recipe_changes
 from hf_memmix.training.experiments.smollm2.few_shot import NLL
 from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR, FEW_SHOT
 
@@ -98,7 +99,8 @@ def _name(row: dict, usual: int) -> str:
     changes = [f"{row['tokens'] / 1e6:.1f}M tokens"] if row["tokens"] != usual else []
     if row.get("drills"):
         changes.append("drills" if row["drills"] == 0.5 else f"drills {row['drills']:.0%}")
-    changes += [f"{name} {row[name]:g}" for name in ("answers", "rate") if row.get(name) is not None]
+    names = ("answers", "rate", *recipe_changes.CHANGES)
+    changes += [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
     changes += ["more sentences"] if row.get("more") else []
     return ", ".join([row["arm"].replace(FIRST_TOKEN, ""), *changes])
 

@@ -106,6 +106,12 @@ def drilled_blocks(folder: Path, data: Path, block_size: int, share: float, answ
     return with_drills(rows, tokenizer_of(folder), share, answers=answers, material=material)
 
 
+@functools.cache
+def own_blocks(folder: Path, data: Path, block_size: int) -> TokenBlocks:
+    """Rows of the conversations that the teacher has written, see `own_prompts.py`; its answers alone count."""
+    return TokenBlocks.from_files(data / "own" / "answers.jsonl", tokenizer_of(folder), block_size, loss="answers")
+
+
 def recalled(model, args) -> list[dict]:
     """The cells of `run_probes` for one model, and such cells of `DRILLED`."""
     cells = []

@@ -63,7 +63,7 @@ def measure(model, batch: int, context: int, new_tokens: int, cache: str) -> dic
     """Median and 90th percentile of the ms per token after the first quarter of `new_tokens`, the seconds before the
     first token, and the peak memory.
     """
-    prompt = torch.randint(3, SHAPE["vocab_size"], (batch, context), device="cuda")
+    prompt = torch.randint(3, SHAPE["vocab_size"], (batch, context), device=model.device)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "cache_implementation": cache}
     if context > 16384:
         options["prefill_chunk_size"] = 8192

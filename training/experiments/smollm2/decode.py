@@ -2,19 +2,19 @@
 
     python training/experiments/smollm2/decode.py --out training/experiments/smollm2/results/decode.json
 
-`generate()` with a static cache, bf16, random weights, on a GPU without other work. `ms` is the median of the times
-between two tokens, without the first ones, which compile.
+`generate()` with a static cache, bf16, random weights, on a GPU without other work, timed as in
+kernels/benchmarks/llama.py.
 """
 
-import statistics
-import time
+import runpy
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_memmix
+from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.experiments.common.harness import Experiment, device
 from hf_memmix.training.experiments.common.options import Options, check_names
 
@@ -30,20 +30,7 @@ MODELS = {  # what replaces attention, as in arms.py
     "gka + window 64, first token": {"gka": {"local_window": 64}, "window": {"sinks": 1}},
     "gka": {"gka": {}},
 }
-WARMUP = 16  # tokens that are not counted
-
-
-class Times(StoppingCriteria):
-    """Never stops the generation, and notes when it was asked to."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.is_cuda:
-            torch.cuda.synchronize()
-        self.seen.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+measure = runpy.run_path(str(CHECKOUT / "kernels" / "benchmarks" / "llama.py"))["measure"]
 
 
 class Settings(Options):
@@ -70,19 +57,8 @@ def model_of(arm: str):
 
 def run(row: dict, args) -> dict:
     torch.compiler.reset()
-    model, times = model_of(row["arm"]), Times()
-    prompt = torch.randint(3, SHAPE["vocab_size"], (row["sequences"], args.context), device=model.device)
-    model.generate(
-        prompt,
-        max_new_tokens=args.new_tokens,
-        do_sample=False,
-        cache_implementation="static",
-        prefill_chunk_size=2048,
-        stopping_criteria=StoppingCriteriaList([times]),
-    )
-    steps = [1e3 * (after - before) for before, after in zip(times.seen, times.seen[1:], strict=False)][WARMUP:]
-    kept = 0 if row["arm"] == TEACHER else len(KEPT)
-    return {"kept": kept, "ms": round(statistics.median(steps), 3), "ms_longest": round(max(steps), 3)}
+    found = measure(model_of(row["arm"]), row["sequences"], args.context, args.new_tokens, "static")
+    return {"kept": 0 if row["arm"] == TEACHER else len(KEPT)} | found
 
 
 main = Experiment("decode", __file__, Settings, rows, lambda a: check_names("--models", a.models, MODELS)).command()

@@ -94,6 +94,8 @@ def test_an_arm_begins_only_if_it_can_end(args, done):
         "gka @ answers=1",
         "gka @ more=1",
         "gka @ own=.5",
+        "gka @ drills=.5 own=.6",
+        "gka @ drills=.5 answers=0 own=.2",
     ],
 )
 def test_arms_that_cannot_be_run_are_refused(args, asked):

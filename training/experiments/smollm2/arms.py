@@ -107,12 +107,16 @@ def changes_of(asked: str) -> tuple[str, dict[str, float]]:
     """The name of an arm, and the numbers behind its `@`.
 
     Raises:
-        ValueError: a number has no name, or is none; or there are answers or more sentences without drills.
+        ValueError: a number has no name, or is none; there are answers, more sentences or own texts without drills; or
+            own texts would take the place of drills.
     """
     name, _, changes = asked.partition(" @ ")
     pairs = (change.split("=") for change in changes.split())
     found = {change: CHANGES.get(change, float)(value) for change, value in pairs}
     if not 0 <= found.get("drills", 0) <= 1 or ({"answers", "more", "own"} & {*found} and not found.get("drills")):
+        raise ValueError
+    own = found.get("own", 0)  # in place of text, which drills without weights look like
+    if own and (own + found["drills"] > 1 or found.get("answers") == 0):
         raise ValueError
     return name, found
 
@@ -264,7 +268,10 @@ def check(args) -> None:
         try:
             arm, changes = changes_of(asked)
         except ValueError:
-            told = f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, which answers, more and own need"
+            told = (
+                f"{asked!r} is no NAME @ CHANGE=NUMBER ..., with drills of 0 to 1, which answers, more and own need;"
+                " own and drills are at most 1 together, and own needs answers above 0"
+            )
             raise typer.BadParameter(told, param_hint="--arms") from None
         check_names("--arms", [arm], ARMS)
         check_names("--arms", list(changes), CHANGES)

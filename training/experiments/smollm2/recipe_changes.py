@@ -40,7 +40,7 @@ def with_own(data: TokenBlocks, own: TokenBlocks, share: float) -> TokenBlocks:
     """Rows of text and drills, of which a share, none of them a drill, are rows of `own`, which may repeat."""
     rows, weights = data.blocks.clone(), data.loss_mask.clone()
     text = (weights == 1).all(-1).nonzero()[:, 0]
-    places = text[torch.linspace(0, len(text) - 1, min(len(text), round(share * len(data)))).long()]
+    places = text[torch.linspace(0, len(text) - 1, round(share * len(data))).long()]
     taken = torch.arange(len(places)) % len(own)
     rows[places], weights[places] = own.blocks[taken], own.loss_mask[taken].to(weights.dtype)
     return TokenBlocks(rows.flatten(), data.block_size, None, data.tokenizer, weights, drills=data.drills)

@@ -32,7 +32,6 @@ def test_a_path_is_named_with_its_reason(monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
     assert path_of("gka") == ("torch", "HF_MEMMIX_BACKEND=torch")
     monkeypatch.delenv("HF_MEMMIX_BACKEND")
-    assert path_of("ska")[0] == "torch" and path_of("ska")[1]
 
     def fails(op, needed):
         raise _native.NativeError("no compiler here")

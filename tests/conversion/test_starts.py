@@ -226,7 +226,7 @@ def bundled():
 
 
 @torch.no_grad()
-@pytest.mark.product_rows(r".*-half_lives[12]\]")
+@pytest.mark.product_rows(r".*-half_lives[123]\]")
 @pytest.mark.parametrize("half_lives", (None, [64, 64], [64, 2048], [2048, 2048]))
 @pytest.mark.parametrize("mixer", DECAYING)
 def test_a_start_is_nearer_to_the_attention_than_nothing(mixer, half_lives, bundled):

@@ -5,15 +5,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from child import child_env
+from child import run_scripts
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert, convert_model, load_model, save_student
 from hf_memmix.conversion.convert import convert_to_folder
@@ -360,8 +358,8 @@ def test_a_killed_conversion_leaves_nothing_once_it_runs_again(tmp_path):
         "kill = lambda done, total: os.kill(os.getpid(), 9) if done * 2 > total else None\n"
         "convert_to_folder(sys.argv[1], sys.argv[2], convert_model, progress=kill)"
     )
-    run = subprocess.run([sys.executable, "-c", script, teacher, tmp_path / "out"], env=child_env(), check=False)
-    assert run.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    (run,) = run_scripts(script, tmp_path, [teacher, tmp_path / "out"])
+    assert run.exitcode == -signal.SIGKILL and not (tmp_path / "out").exists()
     assert len(os.listdir(tmp_path)) == 2  # the teacher and an incomplete folder
     convert_model(teacher, "gka", out=tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["out", "teacher"]
@@ -397,10 +395,8 @@ def test_memory_is_one_layer_and_one_piece(tmp_path):
             writer.write(name, [torch.ones(tensor.shape, dtype=tensor.dtype)])
     saved(tmp_path / "small")
     folders = [tmp_path / name for name in ("small", "big", "one", "two")]
-    run = subprocess.run(
-        [sys.executable, "-c", MEMORY, *folders], env=child_env(), check=True, capture_output=True, text=True
-    )
-    found = json.loads(run.stdout.splitlines()[-1])
+    (run,) = run_scripts(MEMORY, tmp_path, folders)
+    found = json.loads(run.output.splitlines()[-1])
     size = (tmp_path / "big" / "model.safetensors").stat().st_size
     assert size > 190 * 2**20
     assert found["after"] - found["before"] < 80 * 2**20

@@ -1,11 +1,14 @@
-"""Weights that accelerate keeps on disk: parameters are in place in a module's own forward, on "meta" elsewhere."""
+"""Weights that accelerate keeps on disk: parameters are in place in a module's own forward, on "meta" elsewhere.
+
+`test_native_code.py` tests that the hooks of every mixer's layers run.
+"""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from core.checks import check_assistant, check_prompt_lookup, check_static_cache, greedy
-from testing import MIXERS, assert_same_tokens, build, mixers_of, random_ids, tiny_config, tiny_model
+from testing import BESIDE, DEFAULT_MIXER, assert_same_tokens, build, mixers_of, random_ids, tiny_config, tiny_model
 
 ON_DISK = {
     "model.embed_tokens": "cpu",
@@ -16,8 +19,8 @@ ON_DISK = {
 }
 
 
-@pytest.mark.product_rows(r"(?!gka_beside_window\])")  # its layers are modules inside of a module
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.product_rows(r"(gka|mamba2)\]")  # those of the other one are modules inside of a module
+@pytest.mark.parametrize("mixer", [DEFAULT_MIXER, "mamba2", BESIDE])
 def test_weights_on_disk(mixer, tmp_path):
     """Rollback and static caches work as with the weights in memory."""
     pytest.importorskip("accelerate")

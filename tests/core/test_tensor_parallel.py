@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_memmix
 from child import run_scripts
-from core.mixer_variants import every_variant, made
+from core.mixer_variants import every_third_variant, made
 from hf_memmix import RecurrentStateCache, memmix_config
 from hf_memmix.conversion import save_student
 from hf_memmix.mixers import MIXERS as REGISTERED
@@ -212,7 +212,7 @@ class RanksInThreads:
 
 
 @torch.no_grad()
-@every_variant
+@every_third_variant
 def test_the_outputs_of_all_ranks_add_up_to_those_of_the_whole(mixer, options):
     """A scan and a step after it, with random norms and biases; `test_two_processes_equal_one` is of whole models."""
     layer, x, rotary = made(mixer, options)

@@ -53,18 +53,19 @@ def dtype(backend):
 
 
 def rows(native: bool = False, **tables):
-    """Every combination, with `native` also on that path; of a table with three values, `make test` and Triton's
-    interpreter run those in which every two values of size, form and table meet; of the interpreter, which is slow,
-    `make test` runs a few.
+    """Every combination on the torch path, with `native` also on that path; of a table with three values, `make test`
+    runs those in which every two values of size, form and table meet. Of these, Triton's interpreter, which is slow,
+    has the values of other tables in turn, and without a table a third; `make test` runs a few of them.
     """
     found, wide = [], len(next(iter(tables.values()), ())) == 3
     every = [[*enumerate(table)] for table in (SIZES, FORMS, *tables.values())]
     for number, row in enumerate(itertools.product(*every)):
         places, values = zip(*row, strict=True)
         few = values[0] in ((3, 0), (8, 3)) and number % 5 == 0
-        some = not wide or sum(places[:3]) % 3 == 0
-        paths = [("torch", some), *([("native", some)] if native else [])]
-        if few or some or DEVICE == "cuda":
+        third = sum(places[:3]) % 3 == 0
+        in_turn = all(sum(places[:2]) % 2 == place for place in places[2 + wide :])
+        paths = [("torch", third or not wide), *([("native", third or not wide)] if native else [])]
+        if few or ((third or (tables and not wide)) and in_turn) or DEVICE == "cuda":
             paths.append(("triton", few))
         for path, everyday in paths:
             marks = () if everyday else pytest.mark.product

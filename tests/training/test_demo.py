@@ -63,6 +63,7 @@ def short_text(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "asset_path", lambda name: short if name == short.name else asset_path(name))
 
 
+@pytest.mark.product  # a whole command; its parts have tests
 def test_demo_end_to_end(tmp_path, short_text, monkeypatch):
     monkeypatch.setattr(context_cost, "ROUNDS", 1)
     # the rows of drills are longer; the transformer cannot read the longest probes

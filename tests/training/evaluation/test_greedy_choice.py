@@ -1,5 +1,7 @@
 """The greedy choice of kept layers: runs from a layer on are those of the whole model, steps those of brute force."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,8 +35,7 @@ def search_of(teacher, data, **options):
     return Search(teacher, data, **{"window": WINDOW, "weight": 0.5, "batch_size": 2} | options)
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
-@every_third("family", sorted(FAMILIES))
+@every_third(("family", "sinks"), list(zip(sorted(FAMILIES), itertools.cycle([0, 2]), strict=False)))
 def test_a_run_from_a_layer_on_is_that_of_the_whole_model(family, sinks):
     teacher, windowed = tiny_teacher(family, layers=LAYERS), [0, 1, 3]
     ids = torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(0))

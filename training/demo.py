@@ -35,6 +35,7 @@ from hf_memmix.training.drills import drill_rows, material_of
 from hf_memmix.training.evaluation.context_cost import context_cost
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
 from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
+from hf_memmix.training.fact_drills import with_drills
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import align, distill
 
@@ -111,6 +112,7 @@ class Recipe:
     keep: str | list[int] = "none"  # layers that stay attention
     learning_rates: dict[str, dict] = field(default_factory=lambda: LEARNING_RATES)
     drills: bool = True  # half of the training rows are drills of recall, without the words of every fourth probe
+    fact_drills: float = 0.0  # share of the other rows that are drills of `with_drills`
     probes: dict[str, str] = field(default_factory=lambda: PROBES)  # tasks of recall, and what the table calls them
 
 
@@ -144,6 +146,8 @@ def run_demo(
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     student = convert_model(teacher, mixer=recipe.mixer, keep=recipe.keep, **recipe.options)
     data = training_rows(tokenizer, sizes.block_size, content if recipe.drills else None)
+    if recipe.fact_drills:
+        data = with_drills(data, tokenizer, recipe.fact_drills)
     stages = {
         stage.__name__: trained(stage, (student, teacher), data, steps, sizes, recipe, output, progress)
         for stage, steps in ((align, sizes.align_steps), (distill, sizes.distill_steps))
@@ -184,6 +188,7 @@ def trained(stage, models, data, steps: int, sizes: Sizes, recipe: Recipe, outpu
     name = stage.__name__
     options = recipe.learning_rates[name] | {"steps": steps, "warmup_steps": min(WARMUP_STEPS, steps)}
     options |= {"batch_size": sizes.batch_size, "block_size": sizes.block_size, "save_every": 0}
+    options["drills"] = data.drills
     return stage(*models, data, output / name, callbacks=[ProgressBar(progress, name)], **options)
 
 

@@ -181,6 +181,7 @@ def unpack(packages: list[str], scratch: Path) -> dict[str, str]:
 
     Packages that are there already are not downloaded or unpacked again.
     """
+    scratch.mkdir(parents=True, exist_ok=True)
     present = set(scratch.glob("*.deb"))
     if missing := [name for name in packages if not any(scratch.glob(f"{name}_*.deb"))]:
         subprocess.run(["apt-get", "download", "-qq", *missing], cwd=scratch, check=True, stderr=subprocess.DEVNULL)

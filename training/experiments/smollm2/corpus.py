@@ -30,7 +30,9 @@ from hf_memmix.training.experiments.common import debian_text
 from hf_memmix.training.experiments.common.debian_text import END, MEGABYTE, Document, by_hash, files, manual, page
 
 SHORTEST = 2000  # characters of a document
-TEXT_BYTES = 2_000_000  # of the .txt files
+TEXT_SIZE = 2_000_000  # characters of the .txt files
+# what the published runs have read: the first tokens of a split, and characters of a text
+CUT, CUT_TEXT = {"train": 16_000_000, "dev": 200_000, "heldout": 200_000, "domain": 100_000}, 600_000
 REPEATED = 0.05  # share of the pages of a source that repeat a line that is left out
 
 
@@ -138,6 +140,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for the token files")],
     record: Annotated[Path, typer.Option(help="JSON file for sources, licences and hashes")],
     packages: Annotated[Path | None, typer.Option(help="folder that keeps the packages, for another run")] = None,
+    cut: Annotated[bool, typer.Option(help="write only what the published runs have read")] = False,
     most: Annotated[int, typer.Option(help="largest number of documents of a split, for a test")] = 10**9,
     only: Annotated[list[str], typer.Option(help="sources to read, for a test; repeatable")] = tuple(SOURCES),
 ) -> None:
@@ -156,10 +159,12 @@ def main(
         if not texts:
             continue
         tokens = debian_text.tokens_of(reader, texts, reader.convert_tokens_to_ids(END))
-        numpy.save(out / f"{split}.npy", tokens)
+        numpy.save(out / f"{split}.npy", tokens[: CUT[split]] if cut else tokens)
         report["files"][f"{split}.npy"] = debian_text.file_record(tokens, texts)
         if split != "train":
-            (out / f"{split}.txt").write_text(f"\n{END}\n".join(texts)[:TEXT_BYTES], encoding="utf-8")
+            (out / f"{split}.txt").write_text(
+                f"\n{END}\n".join(texts)[: CUT_TEXT if cut else TEXT_SIZE], encoding="utf-8"
+            )
         for name, count in _tokens_by_source(found[:most], tokens, reader.convert_tokens_to_ids(END)).items():
             report["sources"][name].setdefault("tokens", {})[split] = count
         print(split, report["files"][f"{split}.npy"], flush=True)

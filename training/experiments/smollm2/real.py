@@ -4,7 +4,7 @@
 
 It keeps the attention of the published layers of the teacher that `teacher.py` writes, replaces the others by the
 published mixer, trains the student on the text of this checkout, then measures and saves it as `make demo` does. The
-published student read more text, and other text, of which `corpus.py` makes its files.
+published student read more text, and other text, of which `corpus.py` makes its files. Half of the rows are drills.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from hf_memmix.training import demo
 from hf_memmix.training.experiments.common.harness import device, matches
 from hf_memmix.training.experiments.results import read
 
-PUBLISHED = {"arm": "window 384, first token", "drills": None, "seed": 0}  # of results/seeds.json
+PUBLISHED, KEPT = {"arm": "window 384, first token", "drills": 0.5, "seed": 0}, 4  # of results/tasks.json
 MIXER, OPTIONS = "window", {"window": 384, "sinks": 1}
 CONTEXTS = (1024, 8192)  # the transformer reads 8,192 tokens
 SIZES = {
@@ -60,13 +60,13 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the results and the student")],
 ) -> None:
     """Convert, train, measure and save; print the published figures beside."""
-    published = next(row for row in read("seeds")["rows"] if matches(row, PUBLISHED))
+    rows = [row for row in read("tasks")["rows"] if matches(row, PUBLISHED) and len(row["keep"]) == KEPT]
+    published = min(rows, key=lambda row: row["tokens"])
     console, place = Console(), device().type
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    recipe = demo.Recipe(
-        MIXER, OPTIONS, published["keep"], LEARNING_RATES[place], drills=False, probes={"fact": "fact"}
-    )
+    training = {"learning_rates": LEARNING_RATES[place], "drills": False, "fact_drills": PUBLISHED["drills"]}
+    recipe = demo.Recipe(MIXER, OPTIONS, published["keep"], **training, probes={"fact": "fact"})
     given = ", ".join(f"{name}={value}" for name, value in OPTIONS.items())
     console.print(f"on {place}: {MIXER} ({given}) in all layers but {layer_text(recipe.keep)}", highlight=False)
     with Progress(*demo.COLUMNS, console=console) as progress:

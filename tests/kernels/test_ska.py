@@ -213,7 +213,7 @@ def test_step_at_every_token(backend):
     assert all(error(mine[i], final[i]) <= SKA.tolerance(dtype) for i in (0, 2, 3))
 
 
-@pytest.mark.product_rows(r"triton")  # one row per kernel stays in the interpreter
+@pytest.mark.product_rows(r"triton-(?!zero)")  # one row per kernel stays in the interpreter
 @pytest.mark.product_rows(r"torch-(constant|huge|tiny)")  # variants of an op
 @pytest.mark.parametrize("case", ["zero", "constant", "one direction", "huge", "tiny", "growing"])
 def test_extreme_inputs_stay_finite(case, backend):

@@ -18,6 +18,9 @@ _FIELDS = (
     "layer_types",
     "sliding_window",
     "rope_parameters",
+    "no_rope_layers",  # with the next two, what `rotates` of a backbone reads
+    "mlp_layer_types",
+    "prefix_dense_sliding_window_pattern",
     "mixer_types",
     "attention_without_rope",
     "feed_forward",

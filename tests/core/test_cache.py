@@ -10,6 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache, memmix_config
+from hf_memmix.backbones import BACKBONES
+from hf_memmix.cache import fingerprint
 from hf_memmix.cache.recurrent import adopt_cache
 from testing import (
     BESIDE,
@@ -453,6 +455,24 @@ def test_saved_cache_of_a_model_that_differs_in_one_field(field, mixer, tmp_path
     other = tiny_config("gemma2", "odd", mixer, **{field: OTHER_VALUES[field]})
     with pytest.raises(ValueError, match=f"another model: .*{field}: cache"):
         RecurrentStateCache.from_pretrained(tmp_path, config=other)
+
+
+def test_saved_cache_of_a_model_that_rotates_other_layers(tmp_path):
+    """The fields that say so differ between the families: the cache knows all that a row of the table reads."""
+    read(tiny_model("smollm3", "odd"), random_ids(1, 7)).save_pretrained(tmp_path)
+    config = tiny_config("smollm3", "odd", no_rope_layers=[0, 1, 1, 0])
+    with pytest.raises(ValueError, match="another model: no_rope_layers: cache"):
+        RecurrentStateCache.from_pretrained(tmp_path, config=config)
+
+    class Fields(set):
+        def __getattr__(self, name):
+            self.add(name)
+            return ["dense"]
+
+    fields = Fields()
+    for row in BACKBONES.values():
+        row.rotates(fields, 0)
+    assert {"no_rope_layers", "layer_types"} <= fields <= fingerprint(config).keys()
 
 
 @pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": 0}], ids=str)

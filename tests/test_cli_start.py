@@ -192,6 +192,7 @@ WRONG = {
         ([*FROM, "--prompts", "{text}", "--text-field", "x", *OUT], "--text-field is 'x'"),
         ([*FROM, "--prompts", "{text}", "--out", "{full}"], "exists and is not empty"),
         ([*FROM, "--prompts", "{text}", *OUT, "--top-p", "0.5", "--temperature", "0"], "top-p is 0.5"),
+        ([*FROM, "--prompts", "{text}", *OUT, "--seed", "5", "--temperature", "0"], "seed is 5"),
     ],
     "generate": [
         (["--prompt", "a", "--model", "{none}"], NO_MODEL),
@@ -199,6 +200,8 @@ WRONG = {
         (["--prompt", "a", "--device", "tpu"], "--device is 'tpu'"),
         (["--prompt", "a", "--device-map", "x"], "it can be auto"),
         (["--prompt", "a", "--temperature", "-1"], "should be greater than or equal to 0"),
+        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "--top-p is 0.5"),
+        (["--prompt", "a", "--temperature", "0", "--seed", "0"], "--seed is 0"),
     ],
     "report": [
         (["--student", "{none}", *FROM, *TEXT], NO_MODEL),

@@ -234,7 +234,7 @@ class Sampling:
         batch_size: prompts that are answered together.
 
     Raises:
-        ValueError: `top_p` is given with temperature 0.
+        ValueError: `top_p` or a seed is given with temperature 0.
     """
 
     max_new_tokens: int = 512
@@ -244,8 +244,11 @@ class Sampling:
     batch_size: int = 8
 
     def __post_init__(self):
-        if self.temperature == 0 and self.top_p is not None:
-            raise UserError(f"top-p is {self.top_p}, but temperature 0 takes the likeliest token; give one of them")
+        for name, value in (("top-p", self.top_p), ("seed", self.seed or None)):
+            if self.temperature == 0 and value is not None:
+                raise UserError(
+                    f"{name} is {value}, but temperature 0 takes the likeliest token; leave out one of them"
+                )
 
 
 def _check_group(row) -> None:

@@ -34,10 +34,17 @@ def generate(
         float, typer.Option(min=0.0, help="Temperature of the sampling; 0 takes the most likely token.")
     ] = 0.8,
     top_p: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that have this probability together."),
-    ] = 0.95,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = 0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the likeliest tokens that have this probability together.",
+            show_default="0.95",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.", show_default="0")
+    ] = None,
     device: Device = None,
     device_map: DeviceMap = None,
     as_json: Json = False,
@@ -50,14 +57,17 @@ def generate(
     from hf_memmix.assets import asset_path
 
     _check_messages(prompt, chat, system, as_json)
+    _check_greedy(temperature, top_p, seed)
     check_placement(device, device_map)
     folder = given_model(model) or asset_path("tiny_gka")
     with library():
         import torch
 
-    torch.manual_seed(seed)
+    torch.manual_seed(seed or 0)
     network, tokenizer = load(folder, device, device_map=device_map), tokenizer_of(folder)
-    options = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    options = {"do_sample": False}
+    if temperature:
+        options = {"do_sample": True, "temperature": temperature, "top_p": 0.95 if top_p is None else top_p}
     options["max_new_tokens"] = max_new_tokens or (512 if chat else 128)
     about = {"model": str(model or folder)}
     if chat:
@@ -81,6 +91,15 @@ def _check_messages(prompt: str | None, chat: bool, system: str | None, as_json:
         raise UserError("the prompt is empty; give at least one word")
     if system is not None and not chat:
         raise UserError("--system belongs to --chat; give --chat too, or leave it out")
+
+
+def _check_greedy(temperature: float, top_p: float | None, seed: int | None) -> None:
+    """Raise UserError if an option of the sampling is given and nothing is sampled."""
+    for name, value in (("--top-p", top_p), ("--seed", seed)):
+        if not temperature and value is not None:
+            raise UserError(
+                f"{name} is {value}, but --temperature 0 takes the most likely token; leave out one of them"
+            )
 
 
 def _continue(network, tokenizer, options: dict, prompt: str, about: dict, as_json: bool) -> None:

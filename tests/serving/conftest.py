@@ -91,14 +91,6 @@ def pytest_configure(config):
         config.pluginmanager.register(Matrix(Path(config.getoption("matrix"))))
 
 
-def pytest_collection_modifyitems(items):
-    """Draft tokens come last: an engine that follows theirs in one process may answer wrongly; why is not known.
-
-    `test_states.py` found it, behind `test_reload.py` and `test_speculation.py`. A server has a process of its own.
-    """
-    items.sort(key=lambda item: item.path.name == "test_speculation.py")
-
-
 @pytest.fixture(scope="session")
 def folders(request, tmp_path_factory):
     """The folder that gets a folder with model and references for each case of the collected tests.

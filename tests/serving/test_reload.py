@@ -1,5 +1,7 @@
 """Weights that are loaded again while the engine runs, as trainers do: the answers are those of the new weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from greedy import ask, assert_greedy, assert_log_probabilities, pooled, references_of, tokens_of
@@ -8,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from serving_cases import RELOADED, SECOND
 
 from hf_memmix.conversion import load_model
+from hf_memmix.serving.vllm.packing import THREADS, pack_alike
 
 
 def reload_from(engine, folder):
@@ -93,6 +96,35 @@ def test_a_trainer_in_the_process_of_the_engine(engines):
     start = len(reference["prompt"]) - 1
     assert calls and logits.logits[0, start:-1].argmax(-1).tolist() == reference["tokens"]
     assert_answers(engine, [reference])
+
+
+@pytest.fixture
+def another_number_of_threads():
+    """Draft tokens change it, too."""
+    now = torch.get_num_threads()
+    torch._C.set_num_threads(THREADS + 1)
+    yield THREADS + 1
+    torch._C.set_num_threads(now)
+
+
+@pytest.mark.cases("every", SECOND["every"])
+def test_reload_with_another_number_of_threads(engines, request):
+    """Which processors pack weights in another layout then, and for which sizes, is oneDNN's choice."""
+    engine = engine_of(engines, "every")
+    assert_answers(engine, references_of(engines.folders, "every", "few"))
+    request.getfixturevalue("another_number_of_threads")
+    for case in (SECOND["every"], "every"):
+        reload_from(engine, engines.folders / case)
+        assert_answers(engine, references_of(engines.folders, case, "few"))
+
+
+def test_weights_are_packed_with_one_number_of_threads(another_number_of_threads):
+    ops = SimpleNamespace(create_onednn_mm=lambda weight: torch.get_num_threads())
+    pack_alike(ops)
+    once = ops.create_onednn_mm
+    assert once("weight") == THREADS and torch.get_num_threads() == another_number_of_threads
+    pack_alike(ops)
+    assert ops.create_onednn_mm is once
 
 
 @pytest.mark.cases("every", SECOND["every"])

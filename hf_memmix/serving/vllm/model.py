@@ -8,6 +8,7 @@ out of these replacements: only their linear layers become vLLM's.
 import re
 
 import torch
+import vllm._custom_ops
 from torch import nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -28,6 +29,7 @@ from .joined import JoinedLayers
 from .layer import add_memory_layers
 from .loading import CheckpointNames, check_loaded, check_not_packed, forget_packed_weights, mark_unloaded
 from .metadata import MemoryBackend, backend_beside
+from .packing import pack_alike
 from .page_plan import PAGE_DTYPE, largest_page, page_shape
 from .parameters import replace_parameters
 from .shared_class import share_class
@@ -59,6 +61,7 @@ class MemMixMixin(KeptAttention):
     # ---- construction, in the order of the base class
 
     def __init__(self, *, vllm_config, prefix: str = ""):
+        pack_alike(vllm._custom_ops)
         self.vllm_config = vllm_config  # the oldest base class does not keep it
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if hasattr(self, "logits_processor"):

@@ -137,6 +137,7 @@ NAMES = (
         "called for the linear layers of mixers",
         ("style", "prefix"),
     ),
+    Name("_custom_ops", ("create_onednn_mm",), "wrapped: weights are packed with one number of threads (packing.py)"),
     Name(
         "model_executor.layers.logits_processor:LogitsProcessor",
         ("__init__",),

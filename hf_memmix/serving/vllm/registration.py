@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ..._transformers import native_class_names
 from ...configuration_memmix import MemMixConfig, model_makers
 from ...models import FAMILIES
+from . import packing  # noqa: F401, notes the number of threads
 from .versions import installed_version, refusal_of_version
 
 PACKAGE = "hf_memmix.serving.vllm"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.conversion.written import check_replaceable
-from hf_memmix.training.card import student_card
+from hf_memmix.training.card import student_card, weights_of
 from hub_stand_in import TOKEN, hub
 from tiny_teachers import CHAT, chat_tokenizer, tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -103,6 +103,10 @@ def test_the_card_holds_the_measurements(folder):
     assert write_card(folder, "--overwrite").exit_code == 0
     file = folder / "student" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"mixer_types": ["window", "attention"]}))
+    run = write_card(folder, "--overwrite")
+    assert run.exit_code == 1 and "other weights or another config.json" in run.output
+    (folder / "report.json").unlink()
+    (folder / "report.json").write_text(json.dumps(report | {"weights": weights_of(folder / "student")}))
     assert write_card(folder, "--overwrite").exit_code == 0
     tags = ModelCard.load(folder / "student" / "README.md").data.tags
     assert tags == ["hf_memmix", "window", "sliding-window-attention", "distillation"]

@@ -1,10 +1,11 @@
 """The card of a converted model. All its figures come from the JSON output of memmix commands.
 
-Every measurement contains a hash of the weights that were measured. If the weights in the folder have another hash,
-writing the card and uploading the folder are refused.
+Every measurement contains a hash of the model that was measured, its weights and its configuration. If the model in
+the folder has another hash, writing the card and uploading the folder are refused.
 """
 
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -31,15 +32,18 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
 def weights_of(folder: str | Path) -> str:
-    """A hash of the weights in a model folder, which is stored in measurements.
+    """A hash of the weights and the configuration in a model folder, which is stored in measurements.
+
+    The same weights compute something else with other options of a mixer or another scaling of the rotation.
 
     Raises:
-        ValueError: the folder holds no safetensors files.
+        ValueError: the folder holds no safetensors files, or no configuration.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise UserError(f"{str(folder)!r} holds no .safetensors file; save the model there first")
-    total = hashlib.sha256()
+    config = {k: v for k, v in check_model_folder(folder).items() if k != "transformers_version"}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in files:
         with file.open("rb") as content:
             total.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
@@ -77,7 +81,7 @@ def student_card(
         repo: name that the model will have on the Hub; default: the name of the folder.
 
     Raises:
-        ValueError: the folder is not a converted model, other weights were measured, the model was converted by
+        ValueError: the folder is not a converted model, another model was measured, the model was converted by
             another plan, or a name is not valid on the Hub.
     """
     from hf_memmix.mixers import MIXERS  # needs torch; the checks of a folder do not
@@ -89,7 +93,8 @@ def student_card(
     for what, measured in (("report", report.get("weights")), ("probes", _probed(probes))):
         if measured is not None and measured != weights:
             raise UserError(
-                f"the {what} was measured with other weights than those in {str(folder)!r}; repeat the measurement"
+                f"the {what} was measured with other weights or another config.json than those in {str(folder)!r};"
+                " repeat the measurement"
             )
     kinds = config["mixer_types"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
@@ -150,7 +155,7 @@ def check_card(folder: str | Path) -> ModelCard:
     """The card in a model folder.
 
     Raises:
-        ValueError: there is no card, it was not written by `memmix card`, or it describes other weights.
+        ValueError: there is no card, it was not written by `memmix card`, or it describes another model.
     """
     path = Path(folder) / "README.md"
     if not path.is_file():
@@ -161,7 +166,8 @@ def check_card(folder: str | Path) -> ModelCard:
         raise UserError(f"{str(path)!r} is not a card of memmix card, which writes one from measurements")
     if described[1] != weights_of(folder):
         raise UserError(
-            f"{str(path)!r} describes other weights than those in its folder; repeat memmix report and memmix card"
+            f"{str(path)!r} describes other weights or another config.json than those in its folder; repeat memmix"
+            " report and memmix card"
         )
     return card
 

@@ -27,8 +27,8 @@ from .padding import (
     none_if_full,
     packing_of,
     padding_of,
+    positions_from_the_first_token,
     positions_in,
-    positions_without_pads,
 )
 from .swap import memory_mixers
 from .token_layout import TokenLayout
@@ -187,7 +187,7 @@ def _in_rows(inputs: ModelInputs, mask: Tensor | None, config) -> tuple[ModelInp
     positions = inputs.position_ids
     if positions is None and config.memory_layers:
         layer = None if inputs.cache is None else inputs.cache.memmix.layer
-        positions = positions_without_pads(mask, layer, inputs.tokens)
+        positions = positions_from_the_first_token(mask, layer, inputs.tokens)
     rows = None if mask is None else PaddedRows.of(mask)  # sorted once for all layers
     inputs = ModelInputs(inputs.tokens, inputs.attention_mask, positions, inputs.cache, inputs.use_cache)
     return inputs, TokenLayout(rows)

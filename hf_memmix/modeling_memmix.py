@@ -63,7 +63,7 @@ class MemMixModel(MemMixPreTrained):
         Args:
             input_ids, inputs_embeds: tokens [B, T] of int64, or their embeddings [B, T, hidden]; one of the two.
             attention_mask: [B, T], or with a cache [B, tokens read + T]; 0 hides a token, in any pattern.
-            position_ids: [B, T]; by default pads have no position.
+            position_ids: [B, T]; by default they count from the first token of a row.
             past_key_values: the cache of the tokens before; it is advanced in place. `cache` is its name since
                 transformers 5.24; either name is taken.
             use_cache: whether to make a cache; default: the configuration's.

@@ -193,12 +193,18 @@ def check_one_sequence(position_ids, mask: Tensor | None, cached: bool):
     )
 
 
-def positions_without_pads(mask: Tensor | None, layer, tokens: Tensor) -> Tensor | None:
-    """Position ids [B, T] that count the tokens of a row but not its pads, or None if there are no pads.
+def leading_pads(mask: Tensor) -> Tensor:
+    """[B, 1]: how many tokens a mask [B, T] hides before the first one that it shows."""
+    return (mask.bool().cumsum(1) == 0).sum(1, keepdim=True)
 
-    The library counts pads too. To attention with rotary embeddings this makes no difference, but the start of a
-    memory may have a place: the learned first state of Lattice does not turn with the keys. The cache of a model
-    without memory layers does not count its pads, so such a model must leave the positions to the library.
+
+def positions_from_the_first_token(mask: Tensor | None, layer, tokens: Tensor) -> Tensor | None:
+    """Position ids [B, T] that count from the first token of each row, or None if there are no pads.
+
+    The library's forward counts from the first column. To attention with rotary embeddings this makes no difference,
+    but the start of a memory may have a place: the learned first state of Lattice does not turn with the keys. Pads
+    after the first token are counted, as the library does. The cache of a model without memory layers does not count
+    its pads, so such a model must leave the positions to the library.
 
     Args:
         mask: the padding mask [B, T] of this forward's tokens, or None.
@@ -209,13 +215,12 @@ def positions_without_pads(mask: Tensor | None, layer, tokens: Tensor) -> Tensor
     if mask is None and hidden is None:
         return None
     device = tokens.device  # layers, and so their counts, may be on another one
-    real = torch.ones(tokens.shape[:2], dtype=torch.long, device=device) if mask is None else mask.to(device).long()
-    positions = real.cumsum(1) - 1
-    if layer is not None:
-        positions = positions + (layer.seen.to(device) if isinstance(layer.seen, Tensor) else layer.seen)
-    if hidden is not None:
-        positions = positions - hidden[:, :1].to(device)
-    return positions.clamp_min(0)
+    seen = 0 if layer is None else layer.seen
+    seen = seen.to(device) if isinstance(seen, Tensor) else seen
+    pads = torch.zeros(len(tokens), 1, dtype=torch.long, device=device) if hidden is None else hidden[:, 3:].to(device)
+    if mask is not None:
+        pads = pads + torch.where(pads == seen, leading_pads(mask.to(device)), 0)
+    return (seen + torch.arange(tokens.shape[1], device=device) - pads).clamp_min(0)
 
 
 def _boundaries(starts: Tensor) -> Tensor:

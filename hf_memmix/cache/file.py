@@ -31,7 +31,7 @@ from .record import note_dtype
 from .rows import check_beams, check_whole
 
 FILE_NAME = "memory.safetensors"
-FORMAT = "hf_memmix.cache.2"
+FORMAT = "hf_memmix.cache.3"
 
 # ---- saving
 
@@ -174,7 +174,7 @@ def _restore(layer, named: dict[str, Tensor], description: dict):
     if isinstance(layer, RecurrentLayer):
         layer.allocate(named)
         if "hidden" in description:
-            layer.hide(torch.tensor(description["hidden"], device=layer.device))
+            layer.add_hidden(torch.tensor(description["hidden"], device=layer.device))
         layer.advance(description["seen"])
         layer.virtual_tokens = description.get("virtual_tokens", 0)
         return

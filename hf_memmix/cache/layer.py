@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.utils import is_torchdynamo_compiling
 
+from ..padding import leading_pads
+
 States = dict[str, Tensor]
 Replay = Callable[[States | None, int], States]
 
@@ -36,7 +38,7 @@ class RowsOfStates(NamedTuple):
     seen: int
 
 
-HIDDEN_NUMBERS = 3  # of `count_hidden`
+HIDDEN_NUMBERS = 4  # those of `count_hidden`, and the pads before the first token of the row
 _FACTORS = ((0x2C1B3C6D, 0x297A2D39), (0x3D4D51CB, 0x1B56C4E9))  # odd, below 2^30
 
 
@@ -87,7 +89,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.mask_length = mask_length
         self.states: States = {}
         self.seen = torch.zeros((), dtype=torch.long) if static else 0
-        # `count_hidden` of the tokens that are not in the states (pads); None: all tokens are in the states
+        # [B, 4], `HIDDEN_NUMBERS` of the tokens that are not in the states (pads); None: all tokens are in the states
         self.hidden: Tensor | None = None
         self._past: list[Recorded] = []
 
@@ -125,7 +127,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             for name, state in self.states.items():
                 state.copy_(new[name])
         if mask is not None:
-            self.hide(count_hidden(mask, self.seen))
+            self.hide(mask, self.seen)
         self.advance(tokens)
 
     def advance(self, tokens: int):
@@ -150,12 +152,19 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.hidden = torch.zeros(self.batch_size, HIDDEN_NUMBERS, dtype=torch.long, device=self.device)
             fix_addresses(*states.values(), self.seen, self.hidden)
 
-    def hide(self, counts: Tensor):
-        """Add the `count_hidden` [B, 3] of more tokens."""
+    def hide(self, mask: Tensor, start):
+        """Count the pads of a mask [B, T], `start` tokens after the first one."""
+        counts, leading = count_hidden(mask, start), leading_pads(mask)
+        known = torch.zeros_like(leading) if self.hidden is None else self.hidden[:, 3:].to(leading.device)
+        # after a token, no pad is before the first one
+        self.add_hidden(torch.cat([counts, torch.where(known == start, leading, 0)], 1))
+
+    def add_hidden(self, numbers: Tensor):
+        """Add the `HIDDEN_NUMBERS` [B, 4] of more tokens."""
         if self.static:
-            self.hidden.add_(counts.to(self.hidden.device))
+            self.hidden.add_(numbers.to(self.hidden.device))
         else:  # a new tensor: the old one may be recorded
-            self.hidden = counts if self.hidden is None else self.hidden + counts.to(self.hidden.device)
+            self.hidden = numbers if self.hidden is None else self.hidden + numbers.to(self.hidden.device)
 
     # ---- for generate(), whose finished rows go through the model as pads
 
@@ -172,7 +181,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             state[kept.rows] = kept.states[name]
         mask = torch.ones(self.batch_size, since, dtype=torch.bool, device=next(iter(self.states.values())).device)
         mask[kept.rows] = False
-        self.hide(count_hidden(mask, kept.seen))
+        self.hide(mask, kept.seen)
         self._past = []  # it would roll back to the rows as they were
 
     # ---- for the library: size and masks
@@ -287,7 +296,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 with torch.no_grad():
                     self.states = dict(forward.replay(forward.states, kept))
                 if forward.mask is not None:
-                    self.hide(count_hidden(forward.mask[:, :kept], self.seen - kept))
+                    self.hide(forward.mask[:, :kept], self.seen - kept)
         self.is_initialized = self.has_previous_state[0] = bool(self.states)
         self._past = []
 

@@ -72,7 +72,7 @@ def check_hidden(cache: Cache | None, attention_mask: Tensor | None):
     if attention_mask is None:
         attention_mask = torch.ones(layer.batch_size, seen)
     shown = count_hidden(attention_mask[:, :seen], 0)
-    known = torch.zeros_like(shown) if layer.hidden is None else layer.hidden.to(shown.device)
+    known = torch.zeros_like(shown) if layer.hidden is None else layer.hidden[:, : shown.shape[1]].to(shown.device)
     if torch.equal(shown, known):
         return
     row = int((shown != known).any(1).nonzero()[0])

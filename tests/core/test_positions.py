@@ -7,7 +7,9 @@ from transformers import DynamicCache
 from core.checks import left_padded
 from core.mixer_variants import VARIANTS
 from hf_memmix import RecurrentStateCache
+from hf_memmix.conversion import convert_model
 from testing import LAYOUTS, MIXERS, assert_same, build, one_each, random_ids, tiny_config, tiny_model
+from tiny_teachers import tiny_teacher
 
 PACKED, GAP = [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 8, 9, 10]
 AGAIN = [0, 1, 2, 3, 3, 4, 5]
@@ -104,16 +106,21 @@ ROTATED = {mixer: options for mixer, options in VARIANTS if options.get("use_rop
 
 @torch.no_grad()
 @one_each(mixer=MIXERS, layout=LAYOUTS, static=(False, True))
-def test_pads_have_no_position(mixer, layout, static):
+def test_positions_count_from_the_first_token(mixer, layout, static):
     """Without `position_ids` too, a padded row equals the row alone: in one forward, and in pieces with a cache.
 
-    The library counts pads, and the first state of Lattice does not turn with the keys.
+    The library counts the pads before it, and the first state of Lattice does not turn with the keys. It is followed
+    in counting pads after it.
     """
     model = build(tiny_config("llama", layout, mixer, ROTATED.get(mixer)), dtype=torch.float64)
     (ids, mask), new = left_padded([random_ids(1, 7), random_ids(1, 4)]), random_ids(2, 4, seed=5)
     mask[0, 3] = 0  # a hole
     alone = [torch.cat([ids[i][mask[i].bool()], new[i]])[None] for i in range(2)]
-    expected = [model(row, use_cache=False).logits[0] for row in alone]
+    places = [torch.tensor([[0, 1, 2, *range(4, 11)]]), torch.arange(8)[None]]
+    expected = [
+        model(row, position_ids=at, past_key_values=RecurrentStateCache(model.config)).logits[0]
+        for row, at in zip(alone, places, strict=True)
+    ]
     cache = RecurrentStateCache(model.config, 20 if static else None)
     for past in (None, cache):
         out = model(ids, attention_mask=mask, past_key_values=past, use_cache=past is not None).logits
@@ -127,3 +134,24 @@ def test_pads_have_no_position(mixer, layout, static):
         steps.append(model(part, attention_mask=shown, past_key_values=cache).logits)
     for i, row in enumerate(torch.cat(steps, 1)):
         assert_same(row, expected[i][-4:], f"row {i}, with a cache")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", ((12,), (3, 5, 4)), ids=str)
+@pytest.mark.parametrize("static", (False, True))
+def test_pads_are_counted_as_by_the_teacher(static, pieces):
+    """Without `position_ids`, between tokens, and before the first one over two pieces: a student whose windows hold
+    the whole context equals its teacher.
+    """
+    teacher = tiny_teacher().double()
+    student = convert_model(teacher, "window", keep=[1]).double()
+    ids, mask = random_ids(2, 12) % 64, torch.ones(2, 12, dtype=torch.long)
+    mask[0, 4:7] = mask[1, :5] = mask[1, 9] = 0
+    caches, outputs = [DynamicCache(), RecurrentStateCache(student.config, 20 if static else None)], []
+    for part, end in zip(ids.split(pieces, 1), torch.tensor(pieces).cumsum(0), strict=True):
+        runs = zip((teacher, student), caches, strict=True)
+        outputs.append(
+            [model(part, attention_mask=mask[:, :end], past_key_values=past).logits for model, past in runs]
+        )
+    expected, got = (torch.cat(parts, 1)[mask.bool()] for parts in zip(*outputs, strict=True))
+    assert_same(got, expected)

@@ -36,7 +36,9 @@ class MemMixModel(MemMixPreTrained):
     """A base model with mixers: `MemMixModel(config)` and `MemMixModel.from_pretrained(folder)` build any family's.
 
     forward() has the arguments of the native model. The 2D `attention_mask` [B, T] may hide tokens in any pattern.
-    Packed sequences are given by `cu_seq_lens_q`, `seq_idx` [B, T], or `position_ids` that start at 0 again.
+    Packed sequences are given by `cu_seq_lens_q`, `seq_idx` [B, T], or `position_ids` that start at 0 again. They
+    never see each other, and there is no cache, also by default. In transformers, `position_ids` separate them with
+    use_cache=False only: compare a model with its teacher so.
     """
 
     def __init__(self, config):

@@ -50,9 +50,13 @@ def test_packed_positions_beside_a_cache_are_refused(model, cache, positions):
 @torch.no_grad()
 @pytest.mark.parametrize("positions", (PACKED, GAP, AGAIN), ids=("packed", "gap", "again"))
 def test_a_position_that_does_not_follow_the_one_before_starts_a_sequence(model, positions):
-    """Without a padding mask and a cache: the two parts do not see each other."""
+    """Without a padding mask and a cache, which is then not made by default: the two parts do not see each other."""
     ids, positions = random_ids(2, 7), torch.tensor([positions, list(range(7))])
     out = model(ids, position_ids=positions, use_cache=False).logits
+    default = model(ids, position_ids=positions)
+    assert model.config.use_cache and default.past_key_values is None and torch.equal(default.logits, out)
+    with pytest.raises(ValueError, match="packed sequences cannot be combined with a cache"):
+        model(ids, position_ids=positions, use_cache=True)
     for row, part in ((0, slice(0, 4)), (0, slice(4, 7)), (1, slice(0, 7))):
         rows = slice(row, row + 1)
         alone = model(ids[rows, part], position_ids=positions[rows, part], use_cache=False).logits

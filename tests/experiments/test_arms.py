@@ -188,7 +188,7 @@ def test_the_average_of_the_weights_is_that_of_the_last_steps():
 
 def test_what_lies_outside_every_window_has_a_table(args):
     rows = [{"fact_1024_far": 0.9, "fact_2048_far": 0.7}, {"fact_1024_far": 0.25, "fact_2048_far": 0.5}]
-    table, note = arms_report._far("no kept layers", {"teacher": rows[:1], "gka": rows[1:]})
+    (table,) = arms_report._far("no kept layers", {"teacher": rows[:1], "gka": rows[1:]})
     assert table.splitlines()[2:] == ["| teacher | 90 |", "| gka | 25 |"]
     assert arms_report._far("no kept layers", {"teacher": [{"fact_96_choice": 1.0}], "gka": rows[1:]}) == []
 

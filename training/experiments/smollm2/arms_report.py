@@ -9,13 +9,12 @@ from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import Panel, draw
 from hf_memmix.training.experiments.smollm2 import recipe_changes
 from hf_memmix.training.experiments.smollm2.few_shot import NLL
-from hf_memmix.training.experiments.smollm2.measuring import DRILLED, FAR, FEW_SHOT
+from hf_memmix.training.experiments.smollm2.measuring import FEW_SHOT
 
-HEAD = ("bytes per layer", "KL", "domain", "ratio, domain", "tokens alike", "answers, %")
+HEAD = ("bytes per layer", "KL", "ratio, domain", "tokens alike", "answers, %")
 FIRST_TOKEN = ", first token"  # what all windows read; the page of the experiment says so once
 PLOTTED = {"window 384" + FIRST_TOKEN: "window 384", "gka": "gka", "gka + window 64" + FIRST_TOKEN: "gka, window 64"}
-_QUESTIONS = "Tasks with examples: exact answers in percent; nll: nats of a right answer. "
-FIGURES = ("heldout_kl", "domain_kl", "domain_ppl_ratio")
+FIGURES = ("heldout_kl", "domain_ppl_ratio")
 
 
 def finished(results: dict) -> list[dict]:
@@ -30,19 +29,16 @@ def table(results: dict) -> str:
     # the shortest length asks for little: the windows read most of it
     probes, lengths = results["settings"]["probes"], results["settings"]["lengths"][1:]
     asked = [(probe, n) for probe in probes for n in lengths if teacher[f"{probe}_{n}_choice"] >= LEAST_OF_TEACHER]
-    parts = [_of_kept([row for row in students if len(row["keep"]) == count], teacher, asked) for count in counts]
+    parts = []
+    for count in counts:
+        # the teacher's row stands in the first tables only
+        parts.append(_of_kept([row for row in students if len(row["keep"]) == count], teacher, asked, not parts))
     usual = min(students, key=lambda row: row["tokens"])
     generated = usual["generation"]
-    several = len({row.get("seed") for row in students}) > 1
     parts.append(
-        f"KL and ratio of perplexities: on held-out text and on the domain, after {usual['align']} steps of align and"
-        f" {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens. Tokens alike: median of greedy tokens"
-        f" before the first that is not the teacher's, {generated['new_tokens']} behind each of"
-        f" {generated['prompts']} texts. Answers: generated, at 1,024 tokens."
-        f" Probes: choice in percent, of {students[0]['recall'][0]['answers']} answers, at the lengths where the"
-        f" teacher has at least {100 * LEAST_OF_TEACHER:.0f} %. {'Several seeds: smallest and largest. ' * several}"
-        f"{_QUESTIONS * bool(_tasks(teacher))}"
-        f"{measured_at(results)}."
+        f"{usual['align']} steps of align and {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens;"
+        f" {students[0]['recall'][0]['answers']} answers per probe, {generated['new_tokens']} tokens behind each of"
+        f" {generated['prompts']} texts. {measured_at(results)}."
     )
     return "\n\n".join(parts)
 
@@ -71,7 +67,7 @@ def plot(files: list[dict], path) -> None:
     draw(panels, path, measured_at(files[0] | {"rows": [row for rows in lines.values() for row in rows]}))
 
 
-def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) -> str:
+def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]], first: bool) -> str:
     """The table of the students with one number of kept layers, and which layers these are."""
     groups: dict[str, list[dict]] = {}
     usual = min(row["tokens"] for row in students)
@@ -79,7 +75,7 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) 
         groups.setdefault(_name(row, usual), []).append(row)
     groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
     names = [f"{probe}_{length}_choice" for probe, length in asked]
-    lines = [["teacher", "", "0", "0", "1", "", *_shares([teacher], names)]]
+    lines = [["teacher", "", "0", "1", "", *_shares([teacher], names)]] if first else []
     for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
         figures.append(_span([f"{row['generation']['median']:.0f}" for row in rows]))
@@ -88,10 +84,9 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]]) 
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
     columns = [f"`{probe}`, {n:,}" for probe, n in asked]
     parts = [markdown_table((title, *HEAD, *columns), lines, figures=True)]
-    groups = {"teacher": [teacher]} | groups
-    parts += _examples(title, groups)
+    parts += _examples(title, teacher, {"teacher": [teacher]} | groups if first else groups)
     # kept layers read all tokens, so what they recall hardly depends on the distance
-    return "\n\n".join([*parts, *([] if keep else _far(title, groups))])
+    return "\n\n".join([*parts, *([] if keep else _far(title, {"teacher": [teacher]} | groups))])
 
 
 def _name(row: dict, usual: int) -> str:
@@ -115,17 +110,12 @@ def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
     lines = [[n, *(_span([f"{100 * row[at]:.0f}" for row in rows]) for at in figures)] for n, rows in groups.items()]
     probes = (figure.split("_")[:2] for figure in figures)
     head = (f"{title}, far", *(f"`{probe}`, {int(length):,}" for probe, length in probes))
-    note = (
-        f"Choice in percent where the sentence stands at least {FAR} tokens before the question, outside every window."
-        f" One of eight is right by chance, of `pairs` one of four. `{DRILLED}`: sentences and words of the drills, in"
-        " held-out text."
-    )
-    return [markdown_table(head, lines, figures=True), note]
+    return [markdown_table(head, lines, figures=True)]
 
 
-def _examples(title: str, groups: dict[str, list[dict]]) -> list[str]:
+def _examples(title: str, teacher: dict, groups: dict[str, list[dict]]) -> list[str]:
     """A table of the tasks with examples, if they were measured."""
-    names = [FEW_SHOT + task for task in _tasks(groups["teacher"][0])]
+    names = [FEW_SHOT + task for task in _tasks(teacher)]
     if not names:
         return []
     lines = []

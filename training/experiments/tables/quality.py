@@ -36,6 +36,7 @@ REAL = {
     ("seeds", 8, None, "window 384, first token", 8): "`window=384`",
     ("tasks", 8, 0.5, "window 384, first token", 8): "`window=384`",
     ("tasks", 4, 0.5, "window 384, first token", 8): "`window=384`",
+    ("tasks", 2, 0.5, "window 384, first token", 8): "`window=384`",
     ("tasks", 4, 0.5, "gka", 8): "`gka`",
     ("tasks", 4, 0.5, "gka + window 64, first token", 8): "`gka`, `window=64`",
     ("seeds", 0, 0.5, "window 384, first token", 8): "`window=384`",
@@ -45,6 +46,7 @@ REAL_KEYS = 2 * 3 * 64 * 2  # bytes of the keys and values of one token in a lay
 REAL_LAYERS, REAL_CONTEXT, DRILLED = 30, 8192, " *"
 REAL_ANSWERS = 200, 80  # per cell: in seeds.json and tasks.json, in drills.json
 REAL_PROBES = (("fact", 1024), ("fact", 4096))
+SEVERAL = 32  # sequences of the second time of decoding
 
 
 def front() -> str:
@@ -68,7 +70,7 @@ def front() -> str:
     head += [f"ms per token, {b} sequence{'s' * (b > 1)}" for b in SEQUENCES] + ["GPU hours"]
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `window=512`."
-        f" Cache of one sequence: computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an"
+        f" Cache of one sequence: by `memmix convert --dry-run`. Decode: at {TIMED.name} on an"
         f" {rows[0]['gpu']} after 1k tokens, no layer kept; empty: not measured. Hours: for"
         f" {TOKENS / 1e6:.0f}M tokens of each stage on an {costs.gpu}, computed from training steps of {TIMED.name}"
         f" and {DISTILLED.name}, with `gka` and a window."
@@ -79,20 +81,20 @@ def smollm2() -> str:
     """One row per replacement of attention in SmolLM2: its cache, and what the student keeps."""
     files = {name: read(name) for name in dict.fromkeys(name for name, *_ in REAL)}
     teacher = finished(files["tasks"])[0]
-    whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), "0", "1.000"]
+    whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), _decode_text("teacher", 0), "0", "1.000"]
     lines = [[*whole, *map(_mean_text, _recalled([teacher], [teacher]))]]
     used: list[dict] = []
     seeds: list[list[list[float]]] = []
     for (name, *key), text in REAL.items():
-        kept, drills, *_ = key
+        kept, drills, arm, _ = key
         rows, with_tasks = _measured(files[name], key), _measured(files["tasks"], key)
         quality = [f"{statistics.mean(row[of] for row in rows):.3f}" for of in ("heldout_kl", "domain_ppl_ratio")]
-        cache = _cache(kept, rows[0]["state_bytes"])
+        cost = [_cache(kept, rows[0]["state_bytes"]), _decode_text(arm, kept)]
         recalled = _recalled(rows, with_tasks)
-        lines.append([str(kept), f"{text}{DRILLED * bool(drills)}", cache, *quality, *map(_mean_text, recalled)])
+        lines.append([str(kept), f"{text}{DRILLED * bool(drills)}", *cost, *quality, *map(_mean_text, recalled)])
         used += rows + with_tasks
         seeds += [recalled] if len(rows) > 1 else []
-    head = ["layers kept", "others", f"cache at {REAL_CONTEXT // 1024}k", "KL", "ratio"]
+    head = ["layers kept", "others", f"cache at {REAL_CONTEXT // 1024}k", "ms per token", "KL", "ratio"]
     head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written", "tasks"]
     furthest = max(abs(one - statistics.mean(cell)) for cells in seeds for cell in cells for one in cell)
     own, other = ([row for row in used if row["recall"][0]["answers"] == answers] for answers in REAL_ANSWERS)
@@ -100,10 +102,12 @@ def smollm2() -> str:
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {least}M tokens (last row: {most}M);"
         f" {DRILLED.strip()} half are drills. First {len(seeds)} students: means of {len(seeds[0][0])} seeds, each"
-        f" within {furthest:.0f} points (tasks of the first: one). KL: on held-out text; ratio of perplexities: on"
-        f" another domain. `fact`: % right of {REAL_ANSWERS[0]} choices, ± {_error(own)} (last row: {REAL_ANSWERS[1]},"
-        f" {_error(other)}); a short window has {_short_window(own[0])}. Written: own answers, at 1,024. Tasks: %"
-        f" right of {sum(files['tasks']['few_shot']['questions'].values()):,} questions after examples, ± 2."
+        f" within {furthest:.0f} points (tasks of the first: one). Training: {_minutes(used)} minutes of a shared GPU."
+        f" Ms: `generate()` behind {REAL_CONTEXT // 1024}k tokens, 1 and {SEVERAL} sequences. KL: on held-out text;"
+        f" ratio of perplexities: on another domain. `fact`: % right of {REAL_ANSWERS[0]} choices, ± {_error(own)}"
+        f" (last row: {REAL_ANSWERS[1]}, {_error(other)}); a short window has {_short_window(own[0])}. Written: own"
+        " answers, at 1,024. Tasks: %"
+        f" right of {sum(files['tasks']['few_shot']['questions'].values()):,} questions, ± 2."
         f" {measured_at(files['seeds'] | {'rows': [teacher, *used]})}."
     )
 
@@ -112,6 +116,19 @@ def _measured(results: dict, key: list) -> list[dict]:
     """The rows of an arm of `REAL`, one per seed."""
     rows = [row for row in finished(results)[1:] if not (row["rate"] or row.get("more"))]
     return [r for r in rows if [len(r["keep"]), r["drills"], r["arm"], round(r["tokens"] / 1e6)] == key]
+
+
+def _decode_text(arm: str, kept: int) -> str:
+    """Milliseconds per token with one and with several sequences; "" if they were not measured."""
+    rows = [row for row in read("decode")["rows"] if (row["arm"], row["kept"]) == (arm, kept)]
+    found = {row["sequences"]: f"{row['ms']:.1f}" for row in rows}
+    return ", ".join(found[count] for count in (1, SEVERAL)) if {1, SEVERAL} <= found.keys() else ""
+
+
+def _minutes(rows: list[dict]) -> str:
+    """The shortest and the longest training, in minutes."""
+    minutes = [sum(row[stage]["seconds"] for stage in ("align_run", "distill_run")) / 60 for row in rows]
+    return f"{min(minutes):.0f} to {max(minutes):.0f}"
 
 
 def _error(rows: list[dict]) -> str:

@@ -130,9 +130,6 @@ class BesideWindow(MemoryMixer):
     def check_split(self):
         self.memory.check_split()
 
-    def check_states(self, options, states):
-        self.memory.check_states(options, _parts(states)[0])
-
     def check_weights(self):
         self.memory.check_weights()
 

@@ -13,6 +13,13 @@ class UserError(ValueError):
         super().__init__(cut(message))
 
 
+def check_greedy(temperature: float | None, sampling: dict) -> None:
+    """Raise UserError if temperature 0 samples nothing and an option of the sampling, by name, is not None."""
+    for name, value in sampling.items():
+        if temperature == 0 and value is not None:
+            raise UserError(f"{name} is {value}, but temperature 0 takes the likeliest token; leave out one of them")
+
+
 def cut(text: str, longest: int = LONGEST) -> str:
     """A text of at most about `longest` characters: the middle of a longer one is left out."""
     if len(text) <= longest:

@@ -10,7 +10,7 @@ import yaml
 
 from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.yaml_text import read_yaml
-from hf_memmix.errors import UserError
+from hf_memmix.errors import UserError, check_greedy
 
 TEACHERS = ("copy", "shared", "lora")
 CHOICES = {
@@ -244,11 +244,7 @@ class Sampling:
     batch_size: int = 8
 
     def __post_init__(self):
-        for name, value in (("top-p", self.top_p), ("seed", self.seed or None)):
-            if self.temperature == 0 and value is not None:
-                raise UserError(
-                    f"{name} is {value}, but temperature 0 takes the likeliest token; leave out one of them"
-                )
+        check_greedy(self.temperature, {"top-p": self.top_p, "seed": self.seed or None})
 
 
 def _check_group(row) -> None:

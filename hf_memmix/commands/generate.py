@@ -11,7 +11,7 @@ import typer
 from hf_memmix.commands.checks import check_placement, given_model, library
 from hf_memmix.commands.common import Device, DeviceMap, Json, err, load, print_json, tokenizer_of
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.errors import UserError
+from hf_memmix.errors import UserError, check_greedy
 from hf_memmix.operating_system import WINDOWS
 
 
@@ -57,7 +57,7 @@ def generate(
     from hf_memmix.assets import asset_path
 
     _check_messages(prompt, chat, system, as_json)
-    _check_greedy(temperature, top_p, seed)
+    check_greedy(temperature, {"--top-p": top_p, "--seed": seed})
     check_placement(device, device_map)
     folder = given_model(model) or asset_path("tiny_gka")
     with library():
@@ -91,15 +91,6 @@ def _check_messages(prompt: str | None, chat: bool, system: str | None, as_json:
         raise UserError("the prompt is empty; give at least one word")
     if system is not None and not chat:
         raise UserError("--system belongs to --chat; give --chat too, or leave it out")
-
-
-def _check_greedy(temperature: float, top_p: float | None, seed: int | None) -> None:
-    """Raise UserError if an option of the sampling is given and nothing is sampled."""
-    for name, value in (("--top-p", top_p), ("--seed", seed)):
-        if not temperature and value is not None:
-            raise UserError(
-                f"{name} is {value}, but --temperature 0 takes the most likely token; leave out one of them"
-            )
 
 
 def _continue(network, tokenizer, options: dict, prompt: str, about: dict, as_json: bool) -> None:

@@ -80,8 +80,9 @@ def front() -> str:
 def smollm2() -> str:
     """One row per replacement of attention in SmolLM2: its cache, and what the student keeps."""
     files = {name: read(name) for name in dict.fromkeys(name for name, *_ in REAL)}
+    decode = read("decode")["rows"]
     teacher = finished(files["tasks"])[0]
-    whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), _decode_text("teacher", 0), "0", "1.000"]
+    whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), _decode_text(decode, "teacher", 0), "0", "1.000"]
     lines = [[*whole, *map(_mean_text, _recalled([teacher], [teacher]))]]
     used: list[dict] = []
     seeds: list[list[list[float]]] = []
@@ -89,7 +90,7 @@ def smollm2() -> str:
         kept, drills, arm, _ = key
         rows, with_tasks = _measured(files[name], key), _measured(files["tasks"], key)
         quality = [f"{statistics.mean(row[of] for row in rows):.3f}" for of in ("heldout_kl", "domain_ppl_ratio")]
-        cost = [_cache(kept, rows[0]["state_bytes"]), _decode_text(arm, kept)]
+        cost = [_cache(kept, rows[0]["state_bytes"]), _decode_text(decode, arm, kept)]
         recalled = _recalled(rows, with_tasks)
         lines.append([str(kept), f"{text}{DRILLED * bool(drills)}", *cost, *quality, *map(_mean_text, recalled)])
         used += rows + with_tasks
@@ -98,6 +99,7 @@ def smollm2() -> str:
     head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written", "tasks"]
     furthest = max(abs(one - statistics.mean(cell)) for cells in seeds for cell in cells for one in cell)
     own, other = ([row for row in used if row["recall"][0]["answers"] == answers] for answers in REAL_ANSWERS)
+    questions = sum(files["tasks"]["few_shot"]["questions"].values())
     least, most = (round(end(row["tokens"] for row in used) / 1e6) for end in (min, max))
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {least}M tokens (last row: {most}M);"
@@ -106,8 +108,7 @@ def smollm2() -> str:
         f" Ms: `generate()` behind {REAL_CONTEXT // 1024}k tokens, 1 and {SEVERAL} sequences. KL: on held-out text;"
         f" ratio of perplexities: on another domain. `fact`: % right of {REAL_ANSWERS[0]} choices, ± {_error(own)}"
         f" (last row: {REAL_ANSWERS[1]}, {_error(other)}); a short window has {_short_window(own[0])}. Written: own"
-        " answers, at 1,024. Tasks: %"
-        f" right of {sum(files['tasks']['few_shot']['questions'].values()):,} questions, ± 2."
+        f" answers, at 1,024. Tasks: % right of {questions:,} questions, ± 2."
         f" {measured_at(files['seeds'] | {'rows': [teacher, *used]})}."
     )
 
@@ -118,10 +119,9 @@ def _measured(results: dict, key: list) -> list[dict]:
     return [r for r in rows if [len(r["keep"]), r["drills"], r["arm"], round(r["tokens"] / 1e6)] == key]
 
 
-def _decode_text(arm: str, kept: int) -> str:
+def _decode_text(rows: list[dict], arm: str, kept: int) -> str:
     """Milliseconds per token with one and with several sequences; "" if they were not measured."""
-    rows = [row for row in read("decode")["rows"] if (row["arm"], row["kept"]) == (arm, kept)]
-    found = {row["sequences"]: f"{row['ms']:.1f}" for row in rows}
+    found = {row["sequences"]: f"{row['ms']:.1f}" for row in rows if (row["arm"], row["kept"]) == (arm, kept)}
     return ", ".join(found[count] for count in (1, SEVERAL)) if {1, SEVERAL} <= found.keys() else ""
 
 

@@ -167,6 +167,12 @@ def test_the_rates_of_mlps_are_changed_alone(args, changes, rates):
     assert {rate for name, (rate, _) in found.items() if ".mlp." not in name} == {0.5, recipe.learning_rate}
 
 
+def test_the_rate_of_mixers_has_a_factor_of_its_own():
+    recipe = load_recipe("distill", learning_rate=0.4, rest_learning_rate=0.2)
+    found = recipe_changes.rates(recipe, {"rate": 0.5, "mixers": 0.25})
+    assert found == {"learning_rate": 0.05, "rest_learning_rate": 0.1}
+
+
 def test_own_texts_take_the_place_of_text_and_of_no_drill(args, done):
     (row,) = arms.rows_to_run(done[:1], with_options(args, arms=["gka @ drills=.5"]))
     data = arms.data_of(row, 128, args)

@@ -182,7 +182,7 @@ def train(student, stage: str, row: dict, seed: int, args, longer: bool = False)
     data = data_of(row, size, args)
     batch = args.batch_size * args.block_size // size
     sizes = {"steps": steps, "batch_size": batch, "block_size": size, "save_every": 0}
-    sizes |= {name: getattr(recipe, name) * (row["rate"] or 1) for name in ("learning_rate", "rest_learning_rate")}
+    sizes |= recipe_changes.rates(recipe, row)
     sizes |= {"drills": data.drills, "compile": args.compile}
     callbacks = [clock]
     if stage == "distill":

@@ -1,5 +1,6 @@
 """What an arm of `arms.py` may change in conversion and recipe, each behind its `@`.
 
+mixers=.1    the rate of mixers is .1 times that of the recipe, besides the factor `rate` of all rates
 rope=0       kept layers do not rotate queries and keys
 unshare=1    every query head of the memory has keys and values of its own
 frozen=1     distill leaves the weights of the MLPs as they are
@@ -13,8 +14,10 @@ import torch
 from transformers import TrainerCallback
 
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.recipe import Recipe
 
 CHANGES = {"rope": int, "unshare": int, "frozen": int, "slope": float, "average": float, "then": int, "own": float}
+CHANGES |= {"mixers": float}
 THEN_STEPS = 80
 
 
@@ -23,6 +26,15 @@ def conversion(row: dict, memory: str, mixers: dict[str, dict]) -> dict:
     if row.get("unshare"):
         mixers = mixers | {memory: mixers[memory] | {"unshare_kv_heads": True}}
     return {"mixers": mixers, "keep_without_rope": "all" if row.get("rope") == 0 else None}
+
+
+def rates(recipe: Recipe, row: dict) -> dict[str, float]:
+    """The rates of mixers and of all other weights."""
+    rest = row["rate"] or 1
+    return {
+        "learning_rate": recipe.learning_rate * rest * (row["mixers"] or 1),
+        "rest_learning_rate": recipe.rest_learning_rate * rest,
+    }
 
 
 def groups(row: dict, layers: int, rate: float) -> list[dict]:

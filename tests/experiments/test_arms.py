@@ -167,10 +167,11 @@ def test_the_rates_of_mlps_are_changed_alone(args, changes, rates):
     assert {rate for name, (rate, _) in found.items() if ".mlp." not in name} == {0.5, recipe.learning_rate}
 
 
-def test_the_rate_of_mixers_has_a_factor_of_its_own():
-    recipe = load_recipe("distill", learning_rate=0.4, rest_learning_rate=0.2)
-    found = recipe_changes.rates(recipe, {"rate": 0.5, "mixers": 0.25})
-    assert found == {"learning_rate": 0.05, "rest_learning_rate": 0.1}
+@pytest.mark.parametrize(("stage", "rate"), [("align", 0.05), ("distill", 0.025)])
+def test_the_rate_of_mixers_has_factors_of_its_own(stage, rate):
+    recipe = load_recipe(stage, learning_rate=0.4, rest_learning_rate=0.2)
+    found = recipe_changes.rates(recipe, {"rate": 0.5, "mixers": 0.25, "distilled": 0.5})
+    assert found == {"learning_rate": rate, "rest_learning_rate": 0.1}
 
 
 def test_own_texts_take_the_place_of_text_and_of_no_drill(args, done):

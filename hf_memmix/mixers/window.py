@@ -40,9 +40,9 @@ class WindowOptions(MixerOptions):
     """Options of a window.
 
     Args:
-        window: number of last tokens that a query reads, with its own; tokens that a mask hides do not count, as they
-            do in a sliding window of transformers. None: 512, or the sliding window of the layer's attention where it
-            is shorter; a configuration holds the number if it is the same in all layers.
+        window: number of last tokens that a query reads, with its own. Tokens that a mask hides do not count; in a
+            sliding window of transformers, also in a kept layer, they do. None: 512, or the sliding window of the
+            layer's attention where it is shorter; a configuration holds the number if it is the same in all layers.
         sinks: number of first tokens of the context that every query reads as well. None: 1, or 0 where the window is
             the sliding window of the layer's attention, which does not read them. It is saved as `window` is.
         scale: factor of the scores; None is D^-1/2.

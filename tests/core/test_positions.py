@@ -143,11 +143,13 @@ def test_positions_count_from_the_first_token(mixer, layout, static):
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", ((12,), (3, 5, 4)), ids=str)
 @pytest.mark.parametrize("static", (False, True))
-def test_pads_are_counted_as_by_the_teacher(static, pieces):
+@pytest.mark.parametrize("kept", ("full_attention", "sliding_attention"))
+def test_pads_are_counted_as_by_the_teacher(kept, static, pieces):
     """Without `position_ids`, between tokens, and before the first one over two pieces: a student whose windows hold
-    the whole context equals its teacher.
+    the whole context equals its teacher. In the sliding window of a kept layer the pads count, too.
     """
-    teacher = tiny_teacher().double()
+    kinds = ["full_attention", kept, "full_attention"]
+    teacher = tiny_teacher("qwen2", layer_types=kinds, sliding_window=3, use_sliding_window=True).double()
     student = convert_model(teacher, "window", keep=[1]).double()
     ids, mask = random_ids(2, 12) % 64, torch.ones(2, 12, dtype=torch.long)
     mask[0, 4:7] = mask[1, :5] = mask[1, 9] = 0

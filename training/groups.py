@@ -5,6 +5,7 @@ import re
 from torch import nn
 
 from hf_memmix.conversion.families import attention_module, attention_prefix
+from hf_memmix.conversion.mixer_layout import WINDOW
 from hf_memmix.errors import UserError
 from hf_memmix.mixers.weight_decay import no_weight_decay_names
 from hf_memmix.training.recipe import Recipe
@@ -16,11 +17,14 @@ def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float
     Parameters that steer a memory (`no_weight_decay_names`) have no weight decay, unless a group gives them one.
     """
     spared = no_weight_decay_names(student)
-    mixers = {id(p) for layer in student.config.memory_layers for p in attention_module(student, layer).parameters()}
+    mixers = {}
+    for layer in student.config.memory_layers:
+        factor = recipe.window_rate if student.config.mixer_types[layer] == WINDOW else 1.0
+        mixers |= {id(p): factor * recipe.learning_rate for p in attention_module(student, layer).parameters()}
     used, result = set(), {}
     for name, parameter in student.named_parameters():
         values = {
-            "learning_rate": recipe.learning_rate if id(parameter) in mixers else recipe.rest_learning_rate,
+            "learning_rate": mixers.get(id(parameter), recipe.rest_learning_rate),
             "weight_decay": 0.0 if name in spared else recipe.weight_decay,
         }
         for row in recipe.groups:

@@ -30,6 +30,7 @@ BOUNDS = {
     "lora_rank": (1, 10**5),
     "far_weight": (0.0, 1000.0),
     "far_window": (0, 10**7),
+    "window_rate": (0.0, 1.0),
     "drills": (0.0, 1.0),
     "chunk_tokens": (1, 10**9),
     "save_every": (0, 10**9),
@@ -54,6 +55,8 @@ class Recipe:
         names. The first row that matches decides; both rates are optional. A learning rate of 0 freezes a parameter.
         Without a matching row, parameters of mixers have `learning_rate`, all others `rest_learning_rate`, and those
         that steer a memory (`hf_memmix.no_weight_decay_names`) have no weight decay.
+    window_rate: layers that are windows alone have this factor times the `learning_rate` of mixers. They begin as the
+        teacher's attention, and with the rate of a new memory `distill` makes them worse before it makes them better.
     layers: memory layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines can
         train different layers; `memmix merge` joins them.
     teacher: where the teacher's distribution comes from. "copy": a second model. "shared": a model that uses the
@@ -93,6 +96,7 @@ class Recipe:
     block_size: int = 512
     learning_rate: float = 1e-3
     rest_learning_rate: float = 1e-5
+    window_rate: float = 1.0
     weight_decay: float = 0.0
     groups: list = field(default_factory=list)
     warmup_steps: int | None = None

@@ -92,7 +92,7 @@ def test_a_square_of_sigma_that_rounding_makes_negative_counts_as_zero(backend):
     """The sums of many keys in few directions lose the ridge, so the numerator or the denominator is negative."""
     eye = torch.eye(2, device=DEVICE)
     Gt, MT = torch.tensor([[1.0, 0], [0, -9]], device=DEVICE), torch.tensor([[0.0, 0], [1, 0]], device=DEVICE)
-    assert spectral_scale(Gt, eye, MT, MT, 2, 0.1) == pytest.approx(100)
+    assert float(spectral_scale(Gt, eye, MT, MT, 2, 0.1)) == pytest.approx(100)
     statistics = torch.cat([-2e-3 * eye, eye, eye], 1)  # the denominator adds a ridge of 1e-3
     state = tuple(t[None, None].contiguous() for t in (statistics, eye, 0 * eye[0], eye[0, 0], eye[0, 1]))
     q, k = torch.tensor([0.5, -2.0], device=DEVICE).view(1, 1, 1, 2), torch.zeros(1, 1, 1, 2, device=DEVICE)

@@ -44,6 +44,17 @@ def test_first_matching_group_decides_and_zero_freezes(student):
         assert found.get(id(parameter)) == (None if name in frozen else by_name[name])
 
 
+def test_windows_alone_have_a_factor_of_the_rate():
+    teacher = tiny_teacher("llama", layers=3)
+    mixers = {"window": {"window": 8}, "gka": {"local_window": 8}}
+    layers = {"window": [0], "gka": [1], "attention": [2]}
+    student = convert_model(teacher, layers=layers, mixers=mixers)
+    recipe = Recipe(stage="distill", learning_rate=1e-3, rest_learning_rate=1e-4, window_rate=0.25)
+    rates = {name: rate for name, (rate, _) in parameter_rates(student, recipe).items()}
+    of_layers = [{rate for name, rate in rates.items() if f"layers.{i}.self_attn" in name} for i in range(3)]
+    assert of_layers == [{2.5e-4}, {1e-3}, {1e-4}]
+
+
 def test_groups_reach_the_weights(student, tmp_path):
     before = weights(student)
     groups = [{"match": r"layers\.1\.mlp", "learning_rate": 1e-2}, {"match": ".", "learning_rate": 0.0}]

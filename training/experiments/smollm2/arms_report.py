@@ -11,9 +11,22 @@ from hf_memmix.training.experiments.smollm2 import recipe_changes
 from hf_memmix.training.experiments.smollm2.few_shot import NLL
 from hf_memmix.training.experiments.smollm2.measuring import FEW_SHOT
 
-HEAD = ("bytes per layer", "KL", "ratio, domain", "tokens alike", "answers, %")
+SUMS = "arithmetic"  # the task that memories alone lose
+HEAD = ("KL", "ratio, domain", "tokens alike", "answers, %")
 FIRST_TOKEN = ", first token"  # what all windows read; the page of the experiment says so once
-PLOTTED = {"window 384" + FIRST_TOKEN: "window 384", "gka": "gka", "gka + window 64" + FIRST_TOKEN: "gka, window 64"}
+WINDOW, BESIDE = "window 384" + FIRST_TOKEN, "gka + window 64" + FIRST_TOKEN
+# what the front page and the picture show: kept layers, arm, and what the recipe has in place of its rates of
+# arms.py; all with drills and the usual number of tokens
+SHOWN = (
+    (8, WINDOW, {"rate": 0.25}),
+    (4, WINDOW, {"window_rate": 0.1}),
+    (2, WINDOW, {"window_rate": 0.1}),
+    (4, "gka", {}),
+    (4, BESIDE, {}),
+    (0, WINDOW, {"rate": 0.25}),
+    (0, BESIDE, {"rate": 2.0}),
+)
+CHANGED = ("answers", "rate", "more", *recipe_changes.CHANGES)  # of an arm, beside kept layers, seed and drills
 FIGURES = ("heldout_kl", "domain_ppl_ratio")
 
 
@@ -35,27 +48,34 @@ def table(results: dict) -> str:
         parts.append(_of_kept([row for row in students if len(row["keep"]) == count], teacher, asked, not parts))
     usual = min(students, key=lambda row: row["tokens"])
     generated = usual["generation"]
+    # unshared heads have more gates
+    sizes = {row["arm"].replace(FIRST_TOKEN, ""): row["state_bytes"] for row in students if not row.get("unshare")}
     parts.append(
         f"{usual['align']} steps of align and {usual['distill']} of distill, {usual['tokens'] / 1e6:.1f}M tokens;"
         f" {students[0]['recall'][0]['answers']} answers per probe, {generated['new_tokens']} tokens behind each of"
-        f" {generated['prompts']} texts. {measured_at(results)}."
+        f" {generated['prompts']} texts. Bytes per layer:"
+        f" {', '.join(f'{arm}: {size:,}' for arm, size in sizes.items())}. {measured_at(results)}."
     )
     return "\n\n".join(parts)
 
 
-def plot(files: list[dict], path) -> None:
-    """Plot the probes by the length of the text: the arms of `PLOTTED` with drills and the usual number of tokens. An
-    arm of several files is that of the first.
-    """
-    lengths, lines = files[0]["settings"]["lengths"], {"teacher": finished(files[0])[:1]}
+def shown(files: list[dict], kept: int, arm: str, changes: dict[str, float]) -> list[dict]:
+    """The rows of an arm of `SHOWN`, one per seed, from the first of the files that has it; [] if none has."""
     for results in files:
         _, *students = finished(results)
-        usual, groups = min(row["tokens"] for row in students), {}
-        for row in students:
-            if row["arm"] in PLOTTED and row["drills"] and row["tokens"] == usual:
-                groups.setdefault(f"{len(row['keep'])} kept, {PLOTTED[row['arm']]}", []).append(row)
-        lines = groups | lines
-    lines = dict(sorted(lines.items(), key=lambda line: len(line[1][0].get("keep", range(99))), reverse=True))
+        rows = [row for row in students if row["arm"] == arm and len(row["keep"]) == kept and row["drills"] == 0.5]
+        rows = [row for row in rows if {n: row[n] for n in CHANGED if row.get(n) is not None} == changes]
+        if found := [row for row in rows if row["tokens"] == min(one["tokens"] for one in students)]:
+            return found
+    return []
+
+
+def plot(files: list[dict], path) -> None:
+    """Plot the probes by the length of the text: the teacher and the arms of `SHOWN`."""
+    lengths, lines = files[0]["settings"]["lengths"], {"teacher": finished(files[0])[:1]}
+    for kept, arm, changes in SHOWN:
+        if rows := shown(files, kept, arm, changes):
+            lines[f"{kept} kept, {arm.replace(FIRST_TOKEN, '')}"] = rows
     panels = []
     for probe in files[0]["settings"]["probes"]:
         points = {
@@ -75,18 +95,19 @@ def _of_kept(students: list[dict], teacher: dict, asked: list[tuple[str, int]], 
         groups.setdefault(_name(row, usual), []).append(row)
     groups = {name if len(rows) == 1 else f"{name}, {len(rows)} seeds": rows for name, rows in groups.items()}
     names = [f"{probe}_{length}_choice" for probe, length in asked]
-    lines = [["teacher", "", "0", "1", "", *_shares([teacher], names)]] if first else []
+    lines = [["teacher", "0", "1", "", *_shares([teacher], names), *_examples([teacher])]] if first else []
     for name, rows in groups.items():
         figures = [_span([f"{row[figure]:.3f}" for row in rows]) for figure in FIGURES]
         figures.append(_span([f"{row['generation']['median']:.0f}" for row in rows]))
-        lines.append([name, f"{rows[0]['state_bytes']:,}", *figures, *_shares(rows, names)])
+        lines.append([name, *figures, *_shares(rows, names), *_examples(rows)])
     keep = students[0]["keep"]
     title = f"{len(keep)} kept layers, {layer_text(keep)}" if keep else "no kept layers"
-    columns = [f"`{probe}`, {n:,}" for probe, n in asked]
+    columns = [f"`{probe}`, {n:,}" for probe, n in asked] + ["sums", "tasks"] * bool(_tasks(teacher))
     parts = [markdown_table((title, *HEAD, *columns), lines, figures=True)]
-    parts += _examples(title, teacher, {"teacher": [teacher]} | groups if first else groups)
     # kept layers read all tokens, so what they recall hardly depends on the distance
-    return "\n\n".join([*parts, *([] if keep else _far(title, {"teacher": [teacher]} | groups))])
+    return "\n\n".join(
+        [*parts, *([] if keep else _far(title, {n for _, n in asked}, {"teacher": [teacher]} | groups))]
+    )
 
 
 def _name(row: dict, usual: int) -> str:
@@ -94,16 +115,17 @@ def _name(row: dict, usual: int) -> str:
     changes = [f"{row['tokens'] / 1e6:.1f}M tokens"] if row["tokens"] != usual else []
     if row.get("drills"):
         changes.append("drills" if row["drills"] == 0.5 else f"drills {row['drills']:.0%}")
-    names = ("answers", "rate", *recipe_changes.CHANGES)
-    changes += [f"{name} {row[name]:g}" for name in names if row.get(name) is not None]
-    changes += ["more sentences"] if row.get("more") else []
+    for name in CHANGED:
+        if row.get(name) is not None:
+            changes.append("more sentences" if name == "more" else f"{name} {row[name]:g}")
     return ", ".join([row["arm"].replace(FIRST_TOKEN, ""), *changes])
 
 
-def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
+def _far(title: str, lengths: set[int], groups: dict[str, list[dict]]) -> list[str]:
     """A table of what is recalled from outside every window, if that was measured, where the teacher recalls it."""
     (teacher,) = groups["teacher"]
-    figures = [name for name in teacher if name.endswith("_far") and teacher[name] >= LEAST_OF_TEACHER]
+    figures = [f"{probe}_{n}_far" for n in sorted(lengths) for probe in ("fact", "pairs", "drilled")]
+    figures = [name for name in figures if teacher.get(name, 0) >= LEAST_OF_TEACHER]
     figures = [name for name in figures if all(name in row for rows in groups.values() for row in rows)]
     if not figures:
         return []
@@ -113,20 +135,12 @@ def _far(title: str, groups: dict[str, list[dict]]) -> list[str]:
     return [markdown_table(head, lines, figures=True)]
 
 
-def _examples(title: str, teacher: dict, groups: dict[str, list[dict]]) -> list[str]:
-    """A table of the tasks with examples, if they were measured."""
-    names = [FEW_SHOT + task for task in _tasks(teacher)]
-    if not names:
+def _examples(rows: list[dict]) -> list[str]:
+    """Percent of exact sums, and the mean of the tasks of few_shot.py; [] if they were not measured."""
+    if not _tasks(rows[0]):
         return []
-    lines = []
-    for group, rows in groups.items():
-        means = [mean_of_tasks(row) for row in rows]
-        nll = [statistics.mean(row[name + NLL] for name in names) for row in rows]
-        exact = [_span([f"{100 * row[name]:.0f}" for row in rows]) for name in names]
-        spans = _span([f"{100 * mean:.1f}" for mean in means]), _span([f"{one:.3f}" for one in nll])
-        lines.append([group, *exact, *spans])
-    tasks = (name.removeprefix(FEW_SHOT).replace("_", " ") for name in names)
-    return [markdown_table((f"{title}, tasks", *tasks, "mean", "mean nll"), lines, figures=True)]
+    sums = _span([f"{100 * row[FEW_SHOT + SUMS]:.0f}" for row in rows])
+    return [sums, _span([f"{100 * mean_of_tasks(row):.1f}" for row in rows])]
 
 
 def mean_of_tasks(row: dict) -> float:

@@ -17,10 +17,11 @@ from rich.progress import Progress
 
 from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.training import demo
-from hf_memmix.training.experiments.common.harness import device, matches
+from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.smollm2.arms_report import SHOWN, shown
 
-PUBLISHED, KEPT = {"arm": "window 384, first token", "drills": 0.5, "seed": 0}, 4  # of results/tasks.json
+KEPT, DRILLS = 4, 0.5  # of the published student of SHOWN
 MIXER, OPTIONS = "window", {"window": 384, "sinks": 1}
 CONTEXTS = (1024, 8192)  # the transformer reads 8,192 tokens
 SIZES = {
@@ -50,7 +51,7 @@ LEARNING_RATES = {
     # for a few short steps, to which the recipes' rates would do harm
     "cpu": {
         "align": {"learning_rate": 3e-4},
-        "distill": {"learning_rate": 3e-5, "rest_learning_rate": 3e-6},
+        "distill": {"learning_rate": 3e-4, "rest_learning_rate": 3e-6},  # of windows: 3e-5
     },
 }
 
@@ -60,12 +61,11 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the results and the student")],
 ) -> None:
     """Convert, train, measure and save; print the published figures beside."""
-    rows = [row for row in read("tasks")["rows"] if matches(row, PUBLISHED) and len(row["keep"]) == KEPT]
-    published = min(rows, key=lambda row: row["tokens"])
+    published = shown([read("rates")], *next(one for one in SHOWN if one[0] == KEPT))[0]
     console, place = Console(), device().type
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    training = {"learning_rates": LEARNING_RATES[place], "drills": False, "fact_drills": PUBLISHED["drills"]}
+    training = {"learning_rates": LEARNING_RATES[place], "drills": False, "fact_drills": DRILLS}
     recipe = demo.Recipe(MIXER, OPTIONS, published["keep"], **training, probes={"fact": "fact"})
     given = ", ".join(f"{name}={value}" for name, value in OPTIONS.items())
     console.print(f"on {place}: {MIXER} ({given}) in all layers but {layer_text(recipe.keep)}", highlight=False)

@@ -1,7 +1,7 @@
 """What an arm of `arms.py` may change in conversion and recipe, each behind its `@`.
 
 mixers=.1    the rate of mixers is .1 times that of the recipe, besides the factor `rate` of all rates
-distilled=.1 the same in distill alone
+window_rate=.1   distill: of windows alone, see `Recipe`
 rope=0       kept layers do not rotate queries and keys
 unshare=1    every query head of the memory has keys and values of its own
 frozen=1     distill leaves the weights of the MLPs as they are
@@ -18,7 +18,7 @@ from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.recipe import Recipe
 
 CHANGES = {"rope": int, "unshare": int, "frozen": int, "slope": float, "average": float, "then": int, "own": float}
-CHANGES |= {"mixers": float, "distilled": float}
+CHANGES |= {"mixers": float, "window_rate": float}
 THEN_STEPS = 80
 
 
@@ -30,13 +30,12 @@ def conversion(row: dict, memory: str, mixers: dict[str, dict]) -> dict:
 
 
 def rates(recipe: Recipe, row: dict) -> dict[str, float]:
-    """The rates of mixers and of all other weights."""
-    rest, mixers = row["rate"] or 1, row["mixers"] or 1
-    if recipe.stage == "distill":
-        mixers *= row["distilled"] or 1
+    """The rates of mixers, of all other weights and of windows."""
+    rest = row["rate"] or 1
     return {
-        "learning_rate": recipe.learning_rate * rest * mixers,
+        "learning_rate": recipe.learning_rate * rest * (row["mixers"] or 1),
         "rest_learning_rate": recipe.rest_learning_rate * rest,
+        "window_rate": (row["window_rate"] or 1.0) if recipe.stage == "distill" else 1.0,
     }
 
 

@@ -20,7 +20,7 @@ from hf_memmix.training.experiments.recall_teacher.report import (
     tokens_of,
 )
 from hf_memmix.training.experiments.results import read
-from hf_memmix.training.experiments.smollm2.arms_report import finished, mean_of_tasks
+from hf_memmix.training.experiments.smollm2 import arms_report
 from hf_memmix.training.experiments.tables.costs import TRAIN, Costs
 
 LONG, TOKENS = 131072, 1e8  # of a cache; of each training stage
@@ -30,21 +30,10 @@ CONTEXT = 4096  # of the memory of the mixers
 MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")
 WINDOWS = {"window-64": 64, "window-256": 256}  # controls: attention over the last tokens
 KEPT = 3  # layers, chosen by `memmix select`
-# replacements of the attention of SmolLM2: the results, kept layers, share of drills, arm and millions of tokens, and
-# its text
-REAL = {
-    ("seeds", 8, None, "window 384, first token", 8): "`window=384`",
-    ("tasks", 8, 0.5, "window 384, first token", 8): "`window=384`",
-    ("tasks", 4, 0.5, "window 384, first token", 8): "`window=384`",
-    ("tasks", 2, 0.5, "window 384, first token", 8): "`window=384`",
-    ("tasks", 4, 0.5, "gka", 8): "`gka`",
-    ("tasks", 4, 0.5, "gka + window 64, first token", 8): "`gka`, `window=64`",
-    ("seeds", 0, 0.5, "window 384, first token", 8): "`window=384`",
-    ("drills", 0, 0.5, "gka + window 64, first token", 24): "`gka`, `window=64`",
-}
+# the arms of SmolLM2, as options of the mixer
+REAL = {arms_report.WINDOW: "`window=384`", "gka": "`gka`", arms_report.BESIDE: "`gka`, `window=64`"}
 REAL_KEYS = 2 * 3 * 64 * 2  # bytes of the keys and values of one token in a layer: 3 heads of 64 in bf16
-REAL_LAYERS, REAL_CONTEXT, DRILLED = 30, 8192, " *"
-REAL_ANSWERS = 200, 80  # per cell: in seeds.json and tasks.json, in drills.json
+REAL_LAYERS, REAL_CONTEXT = 30, 8192
 REAL_PROBES = (("fact", 1024), ("fact", 4096))
 SEVERAL = 32  # sequences of the second time of decoding
 
@@ -79,44 +68,38 @@ def front() -> str:
 
 def smollm2() -> str:
     """One row per replacement of attention in SmolLM2: its cache, and what the student keeps."""
-    files = {name: read(name) for name in dict.fromkeys(name for name, *_ in REAL)}
-    decode = read("decode")["rows"]
-    teacher = finished(files["tasks"])[0]
+    files, decode = [read("rates"), read("tasks")], read("decode")["rows"]
+    teacher = arms_report.finished(files[0])[0]
     whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), _decode_text(decode, "teacher", 0), "0", "1.000"]
-    lines = [[*whole, *map(_mean_text, _recalled([teacher], [teacher]))]]
+    lines = [[*whole, *map(_mean_text, _recalled([teacher]))]]
     used: list[dict] = []
-    seeds: list[list[list[float]]] = []
-    for (name, *key), text in REAL.items():
-        kept, drills, arm, _ = key
-        rows, with_tasks = _measured(files[name], key), _measured(files["tasks"], key)
+    seeds: dict[int, list[list[float]]] = {}
+    for kept, arm, changes in arms_report.SHOWN:
+        rows = arms_report.shown(files, kept, arm, changes)
         quality = [f"{statistics.mean(row[of] for row in rows):.3f}" for of in ("heldout_kl", "domain_ppl_ratio")]
         cost = [_cache(kept, rows[0]["state_bytes"]), _decode_text(decode, arm, kept)]
-        recalled = _recalled(rows, with_tasks)
-        lines.append([str(kept), f"{text}{DRILLED * bool(drills)}", *cost, *quality, *map(_mean_text, recalled)])
-        used += rows + with_tasks
-        seeds += [recalled] if len(rows) > 1 else []
+        recalled = _recalled(rows)
+        lines.append([str(kept), REAL[arm], *cost, *quality, *map(_mean_text, recalled)])
+        used += rows
+        seeds |= {kept: recalled} if len(rows) > 1 else {}
     head = ["layers kept", "others", f"cache at {REAL_CONTEXT // 1024}k", "ms per token", "KL", "ratio"]
     head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written", "tasks"]
-    furthest = max(abs(one - statistics.mean(cell)) for cells in seeds for cell in cells for one in cell)
-    own, other = ([row for row in used if row["recall"][0]["answers"] == answers] for answers in REAL_ANSWERS)
-    questions = sum(files["tasks"]["few_shot"]["questions"].values())
-    least, most = (round(end(row["tokens"] for row in used) / 1e6) for end in (min, max))
+    (several,) = seeds
+    furthest = max(abs(one - statistics.mean(cell)) for cell in seeds[several] for one in cell)
+    questions = sum(files[0]["few_shot"]["questions"].values())
+    answers = {cell["answers"] for row in used for cell in row["recall"]}
+    scaled = [
+        f"{changes['rate']:g} ({kept}, {REAL[arm]})" for kept, arm, changes in arms_report.SHOWN if "rate" in changes
+    ]
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {least}M tokens (last row: {most}M);"
-        f" {DRILLED.strip()} half are drills. First {len(seeds)} students: means of {len(seeds[0][0])} seeds, each"
-        f" within {furthest:.0f} points (tasks of the first: one). Training: {_minutes(used)} minutes of a shared GPU."
-        f" Ms: `generate()` behind {REAL_CONTEXT // 1024}k tokens, 1 and {SEVERAL} sequences. KL: on held-out text;"
-        f" ratio of perplexities: on another domain. `fact`: % right of {REAL_ANSWERS[0]} choices, ± {_error(own)}"
-        f" (last row: {REAL_ANSWERS[1]}, {_error(other)}); a short window has {_short_window(own[0])}. Written: own"
-        f" answers, at 1,024. Tasks: % right of {questions:,} questions, ± 2."
-        f" {measured_at(files['seeds'] | {'rows': [teacher, *used]})}."
+        f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {used[0]['tokens'] / 1e6:.0f}M tokens,"
+        f" half of them drills. Rates: those of the recipes, times {', '.join(scaled)}. {several} kept layers: means"
+        f" of {len(seeds[several][0])} seeds, each within {furthest:.0f} points. Training: {_minutes(used)} minutes of"
+        f" a shared GPU. Ms: `generate()` behind {REAL_CONTEXT // 1024}k tokens, 1 and {SEVERAL} sequences. KL: on"
+        f" held-out text; ratio of perplexities: on another domain. `fact`: % right of {max(answers)} choices,"
+        f" ± {_error(used)}; a short window has {_short_window(used[0])}. Written: own answers, at 1,024. Tasks:"
+        f" % right of {questions:,} questions, ± 2. {measured_at(files[0] | {'rows': [teacher, *used]})}."
     )
-
-
-def _measured(results: dict, key: list) -> list[dict]:
-    """The rows of an arm of `REAL`, one per seed."""
-    rows = [row for row in finished(results)[1:] if not (row["rate"] or row.get("more"))]
-    return [r for r in rows if [len(r["keep"]), r["drills"], r["arm"], round(r["tokens"] / 1e6)] == key]
 
 
 def _decode_text(rows: list[dict], arm: str, kept: int) -> str:
@@ -143,11 +126,11 @@ def _cache(kept: int, state_bytes: int) -> str:
     return bytes_text(kept * REAL_CONTEXT * REAL_KEYS + (REAL_LAYERS - kept) * state_bytes)
 
 
-def _recalled(rows: list[dict], with_tasks: list[dict]) -> list[list[float]]:
+def _recalled(rows: list[dict]) -> list[list[float]]:
     """Percent of right answers, one number per seed: the probes, the generated answers, the mean of the tasks."""
     names = (*(f"{task}_{n}_choice" for task, n in REAL_PROBES), "generated_answers")
     cells = [[100 * row[name] for row in rows if name in row] for name in names]
-    return [*cells, [100 * mean_of_tasks(row) for row in with_tasks]]
+    return [*cells, [100 * arms_report.mean_of_tasks(row) for row in rows]]
 
 
 def _mean_text(values: list[float]) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from shutil import copytree, rmtree
 
 import huggingface_hub
 import pytest
@@ -88,7 +89,7 @@ def test_the_card_holds_the_measurements(folder):
     assert card.data.tags == ["hf_memmix", "gka", "linear-attention", "sliding-window-attention", "distillation"]
     assert card.data.eval_results[0].metric_value == round(report["student_ppl"], 3)
     expected = [
-        f"| teacher | 2 of 2 | {report['teacher_ppl']:.2f} |",
+        f"| teacher (hash {report['teacher']['weights'][:12]}) | 2 of 2 | {report['teacher_ppl']:.2f} |",
         f"| this model | 1 of 2 | {report['student_ppl']:.2f} |",
     ]
     expected += [f"{report['ppl_ratio']:.4f}", report["text"][0]["sha256"][:12], report["weights"], "Gated KalmaNet"]
@@ -185,6 +186,45 @@ def test_measurements_of_other_weights_are_refused(folder):
     run = memmix("card", folder / "teacher", "--report", folder / "report.json", *ABOUT)
     assert run.exit_code == 1 and "is not a converted model" in run.output
     assert not (folder / "student" / "README.md").exists()
+
+
+def test_measurements_of_two_teachers_are_refused(folder):
+    """Each names its own. A base model in the Hub's cache that is another one is told: it may be a copy."""
+    report, probes = (json.loads((folder / name).read_text()) for name in ("report.json", "eval/probes.json"))
+    assert report["teacher"]["weights"] == probes["models"]["teacher"]["weights"] == weights_of(folder / "teacher")
+    assert report["teacher"]["folder"] == "teacher" and report["weights"] == weights_of(folder / "student")
+    probes["models"]["teacher"]["weights"] = "0" * 64
+    (folder / "others.json").write_text(json.dumps(probes))
+    run = write_card(folder, "--probes", folder / "others.json")
+    assert run.exit_code == 1 and "measured with two teachers" in run.output.splitlines()[-1]
+    assert not (folder / "student" / "README.md").exists()
+    (folder / "unnamed.json").write_text(json.dumps({k: v for k, v in report.items() if k != "teacher"}))
+    run = memmix("card", folder / "student", "--report", folder / "unnamed.json", *ABOUT)
+    assert run.exit_code == 1 and "lacks teacher" in run.output.splitlines()[-1]
+
+
+def test_the_hash_of_a_teacher_with_pickled_weights(folder, tmp_path_factory):
+    pickled = tmp_path_factory.mktemp("pickled")
+    (pickled / "config.json").write_bytes((folder / "teacher" / "config.json").read_bytes())
+    with pytest.raises(ValueError, match="holds no weights"):
+        weights_of(pickled)
+    hashes = {weights_of(folder / "teacher")}
+    for content in (b"some", b"others"):
+        (pickled / "pytorch_model.bin").write_bytes(content)
+        hashes.add(weights_of(pickled))
+    assert len(hashes) == 3
+
+
+def test_a_base_model_that_is_not_the_teacher_is_told(folder, monkeypatch):
+    snapshot = folder / "cached"
+    monkeypatch.setattr("hf_memmix.training.card.try_to_load_from_cache", lambda *name: str(snapshot / "config.json"))
+    for change, told in ((None, False), (change_weights, True), (lambda cached: rmtree(cached), False)):
+        if not snapshot.exists():
+            copytree(folder / "teacher", snapshot)
+        if change is not None:
+            change(snapshot)
+        run = write_card(folder, "--overwrite")
+        assert run.exit_code == 0 and ("warning: me/teacher in the Hub's cache" in run.stderr) == told, run.output
 
 
 def test_push_is_one_commit_of_model_and_card(folder, push):

@@ -1,7 +1,8 @@
 """The card of a converted model. All its figures come from the JSON output of memmix commands.
 
-Every measurement contains a hash of the model that was measured, its weights and its configuration. If the model in
-the folder has another hash, writing the card and uploading the folder are refused.
+Every measurement contains a hash of the model that was measured, its weights and its configuration, and one of its
+teacher. If the model in the folder has another hash, writing the card and uploading the folder are refused. A card is
+also refused if its measurements are of several teachers.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -37,11 +38,11 @@ def weights_of(folder: str | Path) -> str:
     The same weights compute something else with other options of a mixer or another scaling of the rotation.
 
     Raises:
-        ValueError: the folder holds no safetensors files, or no configuration.
+        ValueError: the folder holds no weights, or no configuration.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = sorted(Path(folder).glob("*.safetensors")) or sorted(Path(folder).glob("pytorch_model*.bin"))
     if not files:
-        raise UserError(f"{str(folder)!r} holds no .safetensors file; save the model there first")
+        raise UserError(f"{str(folder)!r} holds no weights; save the model there first")
     config = {k: v for k, v in check_model_folder(folder).items() if k != "transformers_version"}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in files:
@@ -81,8 +82,8 @@ def student_card(
         repo: name that the model will have on the Hub; default: the name of the folder.
 
     Raises:
-        ValueError: the folder is not a converted model, another model was measured, the model was converted by
-            another plan, or a name is not valid on the Hub.
+        ValueError: the folder is not a converted model, another model was measured, the measurements are of two
+            teachers, the model was converted by another plan, or a name is not valid on the Hub.
     """
     from hf_memmix.mixers import MIXERS  # needs torch; the checks of a folder do not
 
@@ -90,12 +91,18 @@ def student_card(
     folder = Path(folder)
     config = student_config(folder)
     weights = weights_of(folder)
-    for what, measured in (("report", report.get("weights")), ("probes", _probed(probes))):
+    for what, measured in (("report", report.get("weights")), ("probes", _probed(probes, "student"))):
         if measured is not None and measured != weights:
             raise UserError(
                 f"the {what} was measured with other weights or another config.json than those in {str(folder)!r};"
                 " repeat the measurement"
             )
+    teacher = teacher_of(report)
+    if teacher is not None and _probed(probes, "teacher") not in (None, teacher):
+        raise UserError(
+            "the report and the probes were measured with two teachers of different weights or config.json; repeat one"
+            " of the two measurements"
+        )
     kinds = config["mixer_types"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
     used = sorted({kind for kind in kinds if kind != "attention"})
@@ -122,7 +129,7 @@ def student_card(
     )
     attention = f"{len(kept)} of {len(kinds)}"
     rows = [
-        ["teacher", f"{len(kinds)} of {len(kinds)}", f"{report['teacher_ppl']:.2f}", "1", "", ""],
+        [_teacher_name(teacher), f"{len(kinds)} of {len(kinds)}", f"{report['teacher_ppl']:.2f}", "1", "", ""],
         ["this model", attention, f"{report['student_ppl']:.2f}", f"{report['ppl_ratio']:.4f}"]
         + [f"{report['top1_agreement']:.1%}", f"{report['kl']:.4f}"],
     ]
@@ -199,8 +206,28 @@ def _check_plan(plan: dict | None, kinds: list[str], kept: list[int], used: list
             )
 
 
-def _probed(probes: dict | None) -> str | None:
-    return None if probes is None else probes["models"]["student"].get("weights")
+def teacher_of(report: dict) -> str | None:
+    """The hash of the teacher that was measured (`weights_of`)."""
+    return report.get("teacher", {}).get("weights")
+
+
+def is_other_base_model(report: dict, base_model: str) -> bool:
+    """Whether the base model is in the Hub's cache on this machine, and is not the teacher that was measured."""
+    config, teacher = try_to_load_from_cache(base_model, "config.json"), teacher_of(report)
+    if not isinstance(config, str) or teacher is None:
+        return False
+    try:
+        return weights_of(Path(config).parent) != teacher
+    except UserError:  # only a part of it is there
+        return False
+
+
+def _teacher_name(weights: str | None) -> str:
+    return "teacher" if weights is None else f"teacher (hash {weights[:12]})"
+
+
+def _probed(probes: dict | None, role: str) -> str | None:
+    return None if probes is None else probes["models"].get(role, {}).get("weights")
 
 
 def _named(texts: list[dict]) -> str:

@@ -16,7 +16,7 @@ NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number"
 TEXTS = [{"file": str, "sha256": str}]
 REPORT = {
     **dict.fromkeys(("teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"), NUMBER),
-    **{"tokens": int, "block_size": int, "weights": str, "text": TEXTS},
+    **{"tokens": int, "block_size": int, "weights": str, "teacher": {"weights": str}, "text": TEXTS},
     "environment": dict.fromkeys(("hardware", "torch", "transformers"), str),
 }
 STAGE = {"stage": str, "steps": int, "tokens": int, "last_loss": NUMBER, "seconds": NUMBER}

@@ -57,7 +57,7 @@ def report(
     """
     check_placement(device, device_map)
     check_texts(text, text_field)
-    name, student, teacher = student, given_student(student), given_model(teacher)
+    names, student, teacher = (student, teacher), given_student(student), given_model(teacher)
     with library():
         from hf_memmix.conversion.compare import compare_models
         from hf_memmix.conversion.compare_in_turn import compare_in_turn
@@ -69,14 +69,15 @@ def report(
     settings = {"block_size": block_size, "batch_size": batch_size, "max_tokens": max_tokens}
     with progress("comparing") as advance:
         if device_map is None:
-            model = load(student, device)
-            result = compare_models(model, load(teacher, device), tokens, tokenizer, **settings, progress=advance)
+            models = load(student, device), load(teacher, device)
+            result = compare_models(*models, tokens, tokenizer, **settings, progress=advance)
         else:
             placed = partial(load, device=None, device_map=device_map)
             result = compare_in_turn(student, teacher, placed, tokens, tokenizer, **settings, progress=advance)
-            model = shape_of(student)
+            models = shape_of(student), shape_of(teacher)
     if as_json:
-        print_json(result | report_record(student, text, block_size, model) | {"folder": name.name})
+        ours, theirs = map(_described, names, (student, teacher), models)
+        print_json(result | ours | {"teacher": theirs} | report_record(text, block_size, models[0]))
         return
     table = Table("measure", "value")
     for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
@@ -189,9 +190,7 @@ def _probed(args) -> tuple[dict, int]:
     if generated:
         with progress("generating") as advance:
             found["generation"] = compare_texts(run, material, progress=advance, estimate=_tell_time, **texts)
-    described = {
-        role: _described(folder, models[role]) | {"folder": args.names[role].name} for role, folder in folders.items()
-    }
+    described = {role: _described(args.names[role], folder, models[role]) for role, folder in folders.items()}
     found = {"models": described, "text": text_record(args.text), "environment": environment_of(models)} | found
     return found | {"by_length": counted_rows(found)}, shortest
 
@@ -246,21 +245,21 @@ def _lengths(text: str) -> tuple[int, ...]:
     return values
 
 
-def report_record(student: Path, texts: list[Path], block_size: int, model) -> dict:
-    """What a report describes: the student and its weights, the texts, the machine."""
+def report_record(texts: list[Path], block_size: int, model) -> dict:
+    """What else a report describes: the texts and the machine."""
     from hf_memmix.training.text_files import text_record
 
     local = [text_record(text) if text.is_file() else {"file": str(text), "sha256": ""} for text in texts]
-    where = {"environment": environment_of({"student": model})}
-    return _described(student, model) | {"text": local, "block_size": block_size} | where
+    return {"text": local, "block_size": block_size, "environment": environment_of({"student": model})}
 
 
-def _described(folder: Path, model) -> dict:
+def _described(name: Path, folder: Path, model) -> dict:
+    """A model that was measured: its size, dtype and mixers, and the hash of its weights and configuration."""
     from hf_memmix.training.card import weights_of
 
     kinds = getattr(model.config, "mixer_types", None)
-    described = {"folder": folder.name, "parameters": model.num_parameters(), "dtype": str(model.dtype).split(".")[-1]}
-    return described | ({} if kinds is None else {"mixer_types": list(kinds), "weights": weights_of(folder)})
+    described = {"folder": name.name, "parameters": model.num_parameters(), "dtype": str(model.dtype).split(".")[-1]}
+    return described | ({} if kinds is None else {"mixer_types": list(kinds)}) | {"weights": weights_of(folder)}
 
 
 def environment_of(models: dict) -> dict:

@@ -59,10 +59,16 @@ def card(
     }
     result = read_report(report)
     with library():
-        from hf_memmix.training.card import student_card
+        from hf_memmix.training.card import is_other_base_model, student_card
 
     about = {"base_model": base_model, "license": license_name, "repo": repo, "language": language}
     content = student_card(model, result, **about, **measured)
+    if is_other_base_model(result, base_model):
+        err.print(
+            f"warning: {base_model} in the Hub's cache on this machine has other weights or another config.json than"
+            " the teacher of the report; is it the teacher?",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     part = target.with_name(".README.md.part")
     part.write_text(content, encoding="utf-8")
     os.replace(part, target)

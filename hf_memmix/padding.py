@@ -193,9 +193,16 @@ def check_one_sequence(position_ids, mask: Tensor | None, cached: bool):
     )
 
 
-def leading_pads(mask: Tensor) -> Tensor:
-    """[B, 1]: how many tokens a mask [B, T] hides before the first one that it shows."""
-    return (mask.bool().cumsum(1) == 0).sum(1, keepdim=True)
+def leading_pads(mask: Tensor, start, before: Tensor | None) -> Tensor:
+    """[B, 1]: how many more pads lie before the first token of a row, by the mask [B, T] of the tokens after `start`.
+
+    Args:
+        start: the number of tokens before the first column, an integer or a tensor.
+        before: [B, 1], how many of these are pads before the first token of the row; None: none.
+    """
+    pads = (mask.bool().cumsum(1) == 0).sum(1, keepdim=True)
+    before = torch.zeros_like(pads) if before is None else before
+    return torch.where(before == start, pads, 0)  # after a token, no pad is before the first one
 
 
 def positions_from_the_first_token(mask: Tensor | None, layer, tokens: Tensor) -> Tensor | None:
@@ -217,9 +224,10 @@ def positions_from_the_first_token(mask: Tensor | None, layer, tokens: Tensor) -
     device = tokens.device  # layers, and so their counts, may be on another one
     seen = 0 if layer is None else layer.seen
     seen = seen.to(device) if isinstance(seen, Tensor) else seen
-    pads = torch.zeros(len(tokens), 1, dtype=torch.long, device=device) if hidden is None else hidden[:, 3:].to(device)
+    before = None if hidden is None else hidden[:, 3:].to(device)
+    pads = 0 if before is None else before
     if mask is not None:
-        pads = pads + torch.where(pads == seen, leading_pads(mask.to(device)), 0)
+        pads = pads + leading_pads(mask.to(device), seen, before)
     return (seen + torch.arange(tokens.shape[1], device=device) - pads).clamp_min(0)
 
 

@@ -154,10 +154,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def hide(self, mask: Tensor, start):
         """Count the pads of a mask [B, T], `start` tokens after the first one."""
-        counts, leading = count_hidden(mask, start), leading_pads(mask)
-        known = torch.zeros_like(leading) if self.hidden is None else self.hidden[:, 3:].to(leading.device)
-        # after a token, no pad is before the first one
-        self.add_hidden(torch.cat([counts, torch.where(known == start, leading, 0)], 1))
+        before = None if self.hidden is None else self.hidden[:, 3:].to(mask.device)
+        self.add_hidden(torch.cat([count_hidden(mask, start), leading_pads(mask, start, before)], 1))
 
     def add_hidden(self, numbers: Tensor):
         """Add the `HIDDEN_NUMBERS` [B, 4] of more tokens."""

@@ -60,7 +60,7 @@ def check_each_is_trained(student: nn.Module, layers: list[int], recipe: Recipe)
         if not any(rates[name][0] for name, _ in own):
             raise UserError(
                 f"every learning rate of layer {layer} is 0, so its mixer would not be trained; leave the layer out"
-                " (layers), or correct the groups of the recipe"
+                " (layers), or correct the rates and groups of the recipe"
             )
 
 

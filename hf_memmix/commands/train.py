@@ -75,7 +75,10 @@ class TrainingOptions:
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None
     batch_size: Annotated[int | None, typer.Option(help="Number of blocks per step.")] = None
     block_size: Annotated[int | None, typer.Option(help="Number of tokens per block.")] = None
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="Peak learning rate of the mixers; of windows: times the recipe's window_rate."),
+    ] = None
     rest_learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of all other parameters.")] = (
         None
     )

@@ -192,9 +192,11 @@ def test_the_average_of_the_weights_is_that_of_the_last_steps():
 
 def test_what_lies_outside_every_window_has_a_table(args):
     rows = [{"fact_1024_far": 0.9, "fact_2048_far": 0.7}, {"fact_1024_far": 0.25, "fact_2048_far": 0.5}]
-    (table,) = arms_report._far("no kept layers", {1024, 2048}, {"teacher": rows[:1], "gka": rows[1:]})
-    assert table.splitlines()[2:] == ["| teacher | 90 |", "| gka | 25 |"]
-    assert arms_report._far("no kept layers", {96}, {"teacher": [{"fact_96_choice": 1.0}], "gka": rows[1:]}) == []
+    groups = {"teacher": rows[:1], "gka": rows[1:], "window 384": rows[1:]}
+    (table,) = arms_report._far("no kept layers", {1024, 2048}, groups)
+    assert table.splitlines()[2:] == ["| teacher | 90 |", "| gka | 25 |", "| window 384 | 25 |"]
+    assert arms_report._far("no kept layers", {96}, groups | {"teacher": [{"fact_96_choice": 1.0}]}) == []
+    assert arms_report._far("no kept layers", {1024}, {"teacher": rows[:1], "gka": rows[1:]}) == []
 
 
 def test_the_command_trains_on_drills_and_goes_on_where_it_stopped(args, tmp_path):

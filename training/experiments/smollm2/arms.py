@@ -12,6 +12,7 @@ see `training/fact_drills.py`. Other changes of the recipe: `recipe_changes.py`.
 """
 
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -137,7 +138,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     if teacher is None:
         return [{"step": "teacher", "arm": "teacher"}]
     ended = [row for row in done if row["step"] == "arm" and "seconds" in row]
-    per_step = max((row["seconds"] / (row["align"] + row["distill"]) for row in ended), default=0.0)
+    per_step = statistics.median([row["seconds"] / (row["align"] + row["distill"]) for row in ended] or [0.0])
     left = getattr(args, "deadline", float("inf")) - time.time()
     rows = [row_of(asked, teacher["choice"]["trace"], args) for asked in args.arms]
     return [row for row in rows if per_step * (row["align"] + row["distill"]) < left]

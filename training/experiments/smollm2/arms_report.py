@@ -127,7 +127,7 @@ def _far(title: str, lengths: set[int], groups: dict[str, list[dict]]) -> list[s
     figures = [f"{probe}_{n}_far" for n in sorted(lengths) for probe in ("fact", "pairs", "drilled")]
     figures = [name for name in figures if teacher.get(name, 0) >= LEAST_OF_TEACHER]
     figures = [name for name in figures if all(name in row for rows in groups.values() for row in rows)]
-    if not figures:
+    if not figures or len(groups) < 3:  # beside the teacher, one arm is no comparison
         return []
     lines = [[n, *(_span([f"{100 * row[at]:.0f}" for row in rows]) for at in figures)] for n, rows in groups.items()]
     probes = (figure.split("_")[:2] for figure in figures)

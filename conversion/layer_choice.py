@@ -6,7 +6,7 @@ list is built, so that "0-999999999999" is refused at once.
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hf_memmix.errors import UserError
@@ -74,7 +74,8 @@ class LayerChoice:
         written = f"{name} is {list(keep)!r}" if isinstance(keep, Sequence) else f"{name} is {keep!r}"
         if isinstance(keep, float) and 0 < keep < 1:
             return cls(written, count=keep)
-        if isinstance(keep, (bool, int, float)) or not all(type(i) is int for i in keep):
+        # an iterator has its layers only once, and a conversion may ask more than once
+        if not isinstance(keep, Collection) or not all(type(i) is int for i in keep):
             raise UserError(
                 f"{written}; give a list of layer indices, a fraction between 0 and 1, a text such as"
                 ' "0-3,8", or "none"'

@@ -13,8 +13,17 @@ class UserError(ValueError):
         super().__init__(cut(message))
 
 
+LOWEST_TEMPERATURE = 1e-6  # logits that are divided by a much lower one are infinite in fp32
+
+
 def check_greedy(temperature: float | None, sampling: dict) -> None:
-    """Raise UserError if temperature 0 samples nothing and an option of the sampling, by name, is not None."""
+    """Raise UserError if temperature 0 samples nothing and an option of the sampling, by name, is not None, or if a
+    temperature is too low to divide by.
+    """
+    if temperature and temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature is {temperature}; give at least {LOWEST_TEMPERATURE}, or 0 for the likeliest token"
+        )
     for name, value in sampling.items():
         if temperature == 0 and value is not None:
             raise UserError(f"{name} is {value}, but temperature 0 takes the likeliest token; leave out one of them")

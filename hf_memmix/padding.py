@@ -65,13 +65,12 @@ def padding_of(attention_mask, batch: int, length: int, seen, static: bool) -> T
         static: whether the cache is static. Its mask may be wider: one column per place in the cache.
 
     Raises:
-        ValueError: the mask has another shape, or is additive.
+        ValueError: the mask has another shape, or entries that are negative or NaN, as an additive one.
     """
     if attention_mask is None:
         return None
-    additive = isinstance(attention_mask, Tensor) and attention_mask.is_floating_point()
-    if additive and not is_torchdynamo_compiling() and bool((attention_mask < 0).any()):
-        raise ValueError("attention_mask has negative entries: give the padding mask, 1 at tokens and 0 at pads")
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        _refuse_additive(attention_mask, "attention_mask")
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
@@ -92,17 +91,29 @@ def padding_of(attention_mask, batch: int, length: int, seen, static: bool) -> T
     else:
         columns = seen.to(attention_mask.device) + torch.arange(length, device=attention_mask.device)
         mask = attention_mask.index_select(1, columns)
-    return none_if_full(mask)
+    return _refuse_additive(none_if_full(mask), "attention_mask")
+
+
+def _refuse_additive(mask: Tensor | None, name: str) -> Tensor | None:
+    """The mask. Raises ValueError if an entry is negative or NaN: 0 would be a token then. Compiled graphs skip it."""
+    if (
+        mask is not None
+        and mask.dtype != torch.bool
+        and not is_torchdynamo_compiling()
+        and not bool((mask >= 0).all())
+    ):
+        raise ValueError(f"{name} has negative entries or NaN: give the padding mask, 1 at tokens and 0 at pads")
+    return mask
 
 
 def check_new_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """A mask [B, T] of this forward's tokens, None if it is full. Raises ValueError if it has another shape."""
+    """A mask [B, T] of this forward's tokens, None if it is full. Raises ValueError as `padding_of`."""
     if mask is not None and mask.shape != (batch, length):
         raise ValueError(
             f"memmix_mask has shape {list(mask.shape)}, expected [{batch}, {length}]: one entry for each new token,"
             " none for the cached ones"
         )
-    return none_if_full(mask)
+    return _refuse_additive(none_if_full(mask), "memmix_mask")
 
 
 def check_finite(inputs_embeds: Tensor):

@@ -86,6 +86,8 @@ def test_select_replaces_only_its_own_files(workspace):
     (workspace / "plan.png").write_text("a picture")
     run = memmix(*select)
     assert run.exit_code == 1 and "plan.png' exists; keep it" in run.output
+    run = memmix(*select, "--overwrite")
+    assert run.exit_code == 1 and "is not a plot of memmix, so it is not replaced" in run.output
     (workspace / "plan.json").write_text('{"precious": 1}')
     run = memmix(*select, "--overwrite")
     assert run.exit_code == 1 and "is not a plan of memmix, so it is not replaced" in run.output

@@ -193,6 +193,7 @@ WRONG = {
         ([*FROM, "--prompts", "{text}", "--out", "{full}"], "exists and is not empty"),
         ([*FROM, "--prompts", "{text}", *OUT, "--top-p", "0.5", "--temperature", "0"], "top-p is 0.5"),
         ([*FROM, "--prompts", "{text}", *OUT, "--seed", "5", "--temperature", "0"], "seed is 5"),
+        ([*FROM, "--prompts", "{text}", *OUT, "--temperature", "1e-300"], "temperature is 1e-300"),
     ],
     "generate": [
         (["--prompt", "a", "--model", "{none}"], NO_MODEL),
@@ -201,6 +202,7 @@ WRONG = {
         (["--prompt", "a", "--device-map", "x"], "it can be auto"),
         (["--prompt", "a", "--temperature", "-1"], "should be greater than or equal to 0"),
         (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "--top-p is 0.5"),
+        (["--prompt", "a", "--temperature", "1e-300"], "temperature is 1e-300; give at least 1e-06"),
         (["--prompt", "a", "--temperature", "0", "--seed", "0"], "--seed is 0"),
     ],
     "report": [

@@ -128,6 +128,8 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
     tensors, header = _read(path)
     if config is None:
         config = MemMixConfig.from_dict(json.loads(header["config"]))
+    if not hasattr(config, "mixer_types"):
+        raise ValueError(f"config is a {type(config).__name__} without mixers; give the config of the converted model")
     check_same_model(json.loads(header["fingerprint"]), config)
     layers = json.loads(header["layers"])
     cache = cls(config, max_cache_len=json.loads(header["static_length"]))

@@ -30,6 +30,9 @@ class RecurrentStateCache(Cache):
         max_cache_len: None for a dynamic cache; else the length of a static one, whose decode step can be compiled.
             Without attention layers there is no limit to the number of tokens.
         offloading, offload_only_non_sliding: as in transformers' caches. Recurrent states are not offloaded.
+
+    Raises:
+        ValueError: the configuration has no mixers, or `max_cache_len` is not an integer of at least 1.
     """
 
     def __init__(
@@ -41,6 +44,10 @@ class RecurrentStateCache(Cache):
     ):
         if not hasattr(config, "mixer_types"):
             raise ValueError(f"{type(config).__name__} has no mixer_types; a plain model takes a DynamicCache")
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+            raise ValueError(
+                f"max_cache_len is {max_cache_len!r}; give a number of tokens, at least 1, or None for a dynamic cache"
+            )
         if max_cache_len is None:
             layers = DynamicCache(config=config).layers
         else:

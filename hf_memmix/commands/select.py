@@ -200,7 +200,8 @@ def _check_output(args) -> None:
             f" aligned mixers {MIXERS_ENDING}, and the file of a search {SEARCH_ENDING}"
         )
     check_file(args.out_file, args.overwrite, '"num_layers"', "a plan")
-    check_file(args.out_file.with_suffix(PLOT_ENDING), args.out_file.exists(), "", "a plot")  # of this plan
+    own = "" if args.out_file.exists() else "(?!)"  # without its plan it is not ours
+    check_file(args.out_file.with_suffix(PLOT_ENDING), args.overwrite, own, "a plot")
 
 
 def _check_candidates(args, several: bool) -> None:

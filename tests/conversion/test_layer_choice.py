@@ -34,6 +34,15 @@ def test_errors_name_option_value_and_remedy():
             LayerChoice.counted(text, "--keep-count")
 
 
+def test_what_is_no_choice_is_refused():
+    """An iterator would be empty when its layers are asked for again."""
+    for keep in (True, 1, 1.5, None, object(), [True], ["1"], (layer for layer in [1]), iter([1])):
+        with pytest.raises(ValueError, match=r"keep is .*; give a list of layer indices"):
+            layers_to_keep(keep, 4)
+    for keep in ([1], (1,), {1}, range(1, 2), 0.25):
+        assert len(layers_to_keep(keep, 4)) == 1
+
+
 def test_missing_layers_and_repeated_layers_are_refused():
     for text, message in (("2-4", "names layers 2-4, but there are layers 0 to 3"), ("1,0-2", "names layer 1 twice")):
         with pytest.raises(ValueError, match=message):

@@ -159,6 +159,16 @@ def test_static_addresses_stay():
     assert before == [state.data_ptr() for layer in cache.layers for state in layer.get().values()]
 
 
+def test_a_length_or_configuration_that_does_not_fit_is_refused(tmp_path):
+    model = tiny_model("llama", "odd")
+    for length in (0, -1, 1.5, "20", True):
+        with pytest.raises(ValueError, match=f"max_cache_len is {length!r}; give a number of tokens"):
+            RecurrentStateCache(model.config, length)
+    read(model, random_ids(1, 5)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a LlamaConfig without mixers; give the config of the converted model"):
+        RecurrentStateCache.from_pretrained(tmp_path, tiny_model("llama", None).config)
+
+
 def test_offload_and_back():
     model = tiny_model("llama", "odd")
     ids = random_ids(1, 6)

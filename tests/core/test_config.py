@@ -229,7 +229,11 @@ def first_is_zero(*shape):
             (2, {"memmix_mask": first_is_zero(*s)}, r"memmix_mask.*expected \[2, 6\]")
             for s in ((2, 1), (2, 5), (1, 6))
         ),
-        (2, {"attention_mask": torch.zeros(2, 6).index_fill(1, torch.tensor(0), -torch.inf)}, "negative entries"),
+        *(
+            (2, {name: torch.zeros(2, 6).index_fill(1, torch.tensor(0), hidden).to(dtype)}, f"{name} has negative")
+            for name in ("attention_mask", "memmix_mask")
+            for hidden, dtype in ((-torch.inf, torch.float32), (torch.nan, torch.float32), (-10_000, torch.long))
+        ),
         (2, {"cu_seq_lens_q": boundaries(0, 12)}, "start of every row"),
         (1, {"cu_seq_lens_q": boundaries(0, 2, 5)}, "cu_seq_lens_q.*5"),
         (1, {"cu_seq_lens_q": boundaries(1, 2, 6)}, "cu_seq_lens_q.*1"),

@@ -6,6 +6,7 @@ bit-equal in the student. The teacher is not modified.
 
 import copy
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +25,13 @@ from hf_memmix.conversion.from_attention import start_of
 from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep, layers_without_rope
 from hf_memmix.conversion.limits import RESIZE, tokens_without_embedding
-from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
+from hf_memmix.conversion.loading import (
+    check_finite_weights,
+    check_ties,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
 from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of, options_by_mixer, told_before
 from hf_memmix.conversion.model_files import check_model_folder, first_names
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
@@ -39,6 +46,16 @@ from hf_memmix.swap import fp32_parameter_names, memory_mixers
 
 REPORT_FILE = "conversion.json"
 WRITE_AGAIN = "Nothing was left there, an earlier folder is untouched; make room and save again"
+
+
+def _check_teacher(teacher) -> None:
+    """Raise ValueError unless the teacher is a causal language model, or names one."""
+    named = isinstance(teacher, (str, os.PathLike))
+    if not named and not (isinstance(teacher, PreTrainedModel) and teacher.can_generate()):
+        raise UserError(
+            f"the teacher is a {type(teacher).__name__}; give a causal language model (AutoModelForCausalLM), its"
+            " folder or its Hub id"
+        )
 
 
 def refuse_adapters(teacher) -> None:
@@ -89,11 +106,12 @@ def convert_model(
         the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
 
     Raises:
-        ValueError: the family is not supported, `keep`, `layers` or an option is invalid, a weight is not finite, a
-            tensor would be lost, the teacher has adapters, its generation settings cannot be saved, or `out` is not
-            empty or cannot be written.
+        ValueError: the teacher is no causal LM or its family is not supported, `keep`, `layers` or an option is
+            invalid, a weight is not finite, a tensor would be lost, the teacher has adapters, its generation settings
+            cannot be saved, or `out` is not empty or cannot be written.
     """
     refuse_adapters(teacher)
+    _check_teacher(teacher)
     arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
     arguments["keep_without_rope"] = keep_without_rope
     convert = partial(_student_of, **arguments, mixer_options=mixer_options)
@@ -227,6 +245,7 @@ def convert_to_folder(
             notify(f"{teacher} is converted in memory as a whole, because {reason}")
             stream = None
     student = convert(teacher) if stream is None else stream.student
+    _check_trained(trained, student.config.num_hidden_layers)
     lost = tokens_without_embedding(tokenizer, student.get_input_embeddings().num_embeddings) if tokenizer else []
     if lost:
         notify(
@@ -245,6 +264,16 @@ def convert_to_folder(
         stream.write(folder, seed, mixers, fill, progress)
         write_beside(stream.student, folder, tokenizer)
     return stream.student
+
+
+def _check_trained(trained: Sequence[Path], layers: int) -> None:
+    """Raise ValueError if a trained student has another number of layers: it came from another teacher."""
+    for folder in trained:
+        if (theirs := read_config(folder).num_hidden_layers) != layers:
+            raise UserError(
+                f"the trained student {str(folder)!r} has {theirs} layers, the teacher {layers}; give the teacher it"
+                " came from"
+            )
 
 
 def save_student(
@@ -270,9 +299,18 @@ def save_student(
         files: contents of further files by name.
 
     Raises:
-        ValueError: the folder is not empty and `overwrite` is not set, a file cannot be written,
-            or the student is divided among several processes (tensor parallelism).
+        ValueError: the folder is not empty and `overwrite` is not set, a file cannot be written, the student has no
+            values (on the meta device), the tokenizer is none, or the student is divided among several processes
+            (tensor parallelism).
     """
+    # offloaded parameters are there, too, but the library finds their values
+    if not hasattr(student, "hf_device_map") and any(parameter.is_meta for parameter in student.parameters()):
+        raise UserError(
+            "the student is on the meta device and has no values: load what was written before (load_model), or"
+            " convert without out"
+        )
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"tokenizer is {tokenizer!r}; give a tokenizer, e.g. of AutoTokenizer.from_pretrained")
     if (ranks := tensor_parallel_size(student.config)) > 1:
         raise UserError(
             f"save_student writes from one process, and this model is divided among {ranks}: call"

@@ -41,7 +41,12 @@ def check_packed_mask(layer: nn.Module, args, kwargs):
     if layout is None or layout.cu_seqlens is None or _packs_by_itself(layer):
         return
     mask = _mask_of(args, kwargs)
-    if mask is None or not (is_torchdynamo_compiling() or sequences_are_separate(mask, layout.cu_seqlens)):
+    if mask is None:  # causal over whole rows
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        separate = len(layout.cu_seqlens) == len(hidden_states) + 1  # as every row starts a sequence
+    else:
+        separate = is_torchdynamo_compiling() or sequences_are_separate(mask, layout.cu_seqlens)
+    if not separate:
         raise ValueError(
             f"the attention of {type(layer).__name__} would attend across packed sequences: this family ignores"
             " packing, or position_ids do not start again where cu_seq_lens_q or seq_idx say. Pad the sequences"

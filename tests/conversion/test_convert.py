@@ -197,6 +197,35 @@ def test_bad_keep_is_refused():
             convert_model(teacher, "gka", keep=keep)
 
 
+def test_what_is_no_causal_language_model_is_refused():
+    teacher = tiny_teacher()
+    for wrong in (None, 5, torch.nn.Linear(2, 2), teacher.model, teacher.config, type(teacher)):
+        with pytest.raises(ValueError, match=f"the teacher is a {type(wrong).__name__}; give a causal language model"):
+            convert_model(wrong)
+
+
+def test_trained_students_of_another_number_of_layers_are_refused(tmp_path):
+    """The mixers of their first layers would fit."""
+    for layers in (2, 3):
+        tiny_teacher(layers=layers).save_pretrained(tmp_path / f"{layers}")
+    convert_model(tmp_path / "3", "gka", out=tmp_path / "trained")
+    convert = partial(convert_model, mixer="gka")
+    for teacher in (tmp_path / "2", tiny_teacher(layers=2)):
+        with pytest.raises(ValueError, match="trained' has 3 layers, the teacher 2; give the teacher it came from"):
+            convert_to_folder(teacher, tmp_path / "out", convert, trained=[tmp_path / "trained"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_student_without_values_and_what_is_no_tokenizer_are_not_saved(tmp_path):
+    tiny_teacher().save_pretrained(tmp_path / "teacher")
+    without = convert_model(tmp_path / "teacher", "gka", out=tmp_path / "first")
+    with pytest.raises(ValueError, match="meta device and has no values"):
+        save_student(without, tmp_path / "second")
+    with pytest.raises(ValueError, match="tokenizer is '.*teacher'; give a tokenizer"):
+        save_student(load_model(tmp_path / "first"), tmp_path / "second", str(tmp_path / "teacher"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "teacher"]
+
+
 def test_wrong_teachers_and_mixers_are_refused(tmp_path):
     teacher = tiny_teacher()
     for arguments, message in (

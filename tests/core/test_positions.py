@@ -64,6 +64,20 @@ def test_a_position_that_does_not_follow_the_one_before_starts_a_sequence(model,
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+def test_rows_of_one_packed_sequence(attention):
+    """As collators give them for a single document. For such rows the library makes no mask with sdpa."""
+    model, ids = tiny_model("llama", "odd", fresh=True), random_ids(2, 7)
+    model.set_attn_implementation(attention)
+    expected = model(ids, use_cache=False).logits
+    for packed in (
+        {"cu_seq_lens_q": torch.tensor([0, 7, 14], dtype=torch.int32)},
+        {"seq_idx": torch.zeros(2, 7, dtype=torch.int32), "attention_mask": torch.ones_like(ids)},
+    ):
+        assert_same(model(ids, use_cache=False, **packed).logits, expected, f"{list(packed)}")
+
+
+@torch.no_grad()
 def test_positions_of_pads_are_free(model):
     ids, mask = random_ids(2, 7), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0]])
     counted = (mask.cumsum(1) - 1).clamp_min(0)

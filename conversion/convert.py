@@ -300,10 +300,10 @@ def save_student(
 
     Raises:
         ValueError: the folder is not empty and `overwrite` is not set, a file cannot be written, the student has no
-            values (on the meta device), the tokenizer is none, or the student is divided among several processes
+            values (on the meta device), `tokenizer` is no tokenizer, or the student is divided among several processes
             (tensor parallelism).
     """
-    # offloaded parameters are there, too, but the library finds their values
+    # offloaded parameters are on the meta device, too, but the library finds their values
     if not hasattr(student, "hf_device_map") and any(parameter.is_meta for parameter in student.parameters()):
         raise UserError(
             "the student is on the meta device and has no values: load what was written before (load_model), or"

@@ -16,11 +16,11 @@ class UserError(ValueError):
 LOWEST_TEMPERATURE = 1e-6  # logits that are divided by a much lower one are infinite in fp32
 
 
-def check_greedy(temperature: float | None, sampling: dict) -> None:
-    """Raise UserError if temperature 0 samples nothing and an option of the sampling, by name, is not None, or if a
-    temperature is too low to divide by.
+def check_temperature(temperature: float | None, sampling: dict) -> None:
+    """Raise UserError if the logits cannot be divided by the temperature, or if it is 0, which takes the likeliest
+    token, and options of the sampling are given. sampling: their values by name; None is not given.
     """
-    if temperature and temperature < LOWEST_TEMPERATURE:
+    if temperature and not temperature >= LOWEST_TEMPERATURE:
         raise UserError(
             f"temperature is {temperature}; give at least {LOWEST_TEMPERATURE}, or 0 for the likeliest token"
         )

@@ -132,9 +132,14 @@ def none_if_full(mask: Tensor | None, always: bool = False) -> Tensor | None:
 
     always: also in a compiled graph, which breaks there or fails with fullgraph=True, because it depends on values.
     """
-    if mask is None or ((always or not is_torchdynamo_compiling()) and bool(mask.all())):
+    if mask is None or ((always or not is_torchdynamo_compiling()) and _is_full(mask)):
         return None
     return mask
+
+
+def _is_full(mask: Tensor) -> bool:
+    """Whether all are tokens. Negative entries, as of an additive mask, are not, so that they are seen and refused."""
+    return bool((mask if mask.dtype == torch.bool else mask > 0).all())
 
 
 def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) -> Tensor | None:

@@ -85,7 +85,7 @@ def test_select_replaces_only_its_own_files(workspace):
     select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "plan.json"]
     (workspace / "plan.png").write_text("a picture")
     run = memmix(*select)
-    assert run.exit_code == 1 and "plan.png' exists; keep it" in run.output
+    assert run.exit_code == 1 and "plan.png' is not a plot of memmix" in run.output
     run = memmix(*select, "--overwrite")
     assert run.exit_code == 1 and "is not a plot of memmix, so it is not replaced" in run.output
     (workspace / "plan.json").write_text('{"precious": 1}')

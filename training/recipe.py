@@ -10,7 +10,7 @@ import yaml
 
 from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.yaml_text import read_yaml
-from hf_memmix.errors import UserError, check_greedy
+from hf_memmix.errors import UserError, check_temperature
 
 TEACHERS = ("copy", "shared", "lora")
 CHOICES = {
@@ -55,8 +55,8 @@ class Recipe:
         names. The first row that matches decides; both rates are optional. A learning rate of 0 freezes a parameter.
         Without a matching row, parameters of mixers have `learning_rate`, all others `rest_learning_rate`, and those
         that steer a memory (`hf_memmix.no_weight_decay_names`) have no weight decay.
-    window_rate: layers that are windows alone have this factor times the `learning_rate` of mixers. They begin as the
-        teacher's attention, and with the rate of a new memory `distill` makes them worse before it makes them better.
+    window_rate: factor of `learning_rate` in layers that are windows alone, not beside a memory; 0.1 in the bundled
+        distill. They begin as the teacher's attention, from which the rate of a new memory takes them too far.
     layers: memory layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines can
         train different layers; `memmix merge` joins them.
     teacher: where the teacher's distribution comes from. "copy": a second model. "shared": a model that uses the
@@ -248,7 +248,7 @@ class Sampling:
     batch_size: int = 8
 
     def __post_init__(self):
-        check_greedy(self.temperature, {"top-p": self.top_p, "seed": self.seed or None})
+        check_temperature(self.temperature, {"top-p": self.top_p, "seed": self.seed or None})
 
 
 def _check_group(row) -> None:

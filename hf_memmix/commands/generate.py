@@ -11,7 +11,7 @@ import typer
 from hf_memmix.commands.checks import check_placement, given_model, library
 from hf_memmix.commands.common import Device, DeviceMap, Json, err, load, print_json, tokenizer_of
 from hf_memmix.commands.errors import one_line_errors
-from hf_memmix.errors import UserError, check_greedy
+from hf_memmix.errors import UserError, check_temperature
 from hf_memmix.operating_system import WINDOWS
 
 
@@ -57,7 +57,7 @@ def generate(
     from hf_memmix.assets import asset_path
 
     _check_messages(prompt, chat, system, as_json)
-    check_greedy(temperature, {"--top-p": top_p, "--seed": seed})
+    check_temperature(temperature, {"--top-p": top_p, "--seed": seed})
     check_placement(device, device_map)
     folder = given_model(model) or asset_path("tiny_gka")
     with library():

@@ -200,8 +200,10 @@ def _check_output(args) -> None:
             f" aligned mixers {MIXERS_ENDING}, and the file of a search {SEARCH_ENDING}"
         )
     check_file(args.out_file, args.overwrite, '"num_layers"', "a plan")
-    own = "" if args.out_file.exists() else "(?!)"  # without its plan it is not ours
-    check_file(args.out_file.with_suffix(PLOT_ENDING), args.overwrite, own, "a plot")
+    # without its plan the plot is not ours, and `--overwrite` would not help: "(?!)" is found in no file
+    ours = args.out_file.exists()
+    plot = args.out_file.with_suffix(PLOT_ENDING)
+    check_file(plot, args.overwrite or not ours, "" if ours else "(?!)", "a plot")
 
 
 def _check_candidates(args, several: bool) -> None:

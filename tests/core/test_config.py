@@ -234,6 +234,8 @@ def first_is_zero(*shape):
             for name in ("attention_mask", "memmix_mask")
             for hidden, dtype in ((-torch.inf, torch.float32), (torch.nan, torch.float32), (-10_000, torch.long))
         ),
+        # without a zero, as of one decoded token
+        *((2, {name: torch.full((2, 6), -1)}, f"{name} has negative") for name in ("attention_mask", "memmix_mask")),
         (2, {"cu_seq_lens_q": boundaries(0, 12)}, "start of every row"),
         (1, {"cu_seq_lens_q": boundaries(0, 2, 5)}, "cu_seq_lens_q.*5"),
         (1, {"cu_seq_lens_q": boundaries(1, 2, 6)}, "cu_seq_lens_q.*1"),

@@ -5,10 +5,10 @@
 
 `--data` is the folder of `corpus.py`. First the teacher is measured, and its kept layers are chosen greedily with
 windows in place of mixers (`memmix select --stand-in window`), on development text. Then each arm is converted,
-aligned, distilled and measured; it begins only if the rest of `--seconds` is enough for it. The same command runs the
-remaining arms. Behind an `@` stands what an arm has in place of the common settings, see `CHANGES`. An arm with fewer
-kept layers keeps those that were chosen first. "gka @ drills=.5" trains on rows half of which are drills of recall,
-see `training/fact_drills.py`. Other changes of the recipe: `recipe_changes.py`.
+aligned, distilled and measured; it begins only if the rest of `--seconds` is probably enough for it. The same command
+runs the remaining arms. Behind an `@` stands what an arm has in place of the common settings, see `CHANGES`. An arm
+with fewer kept layers keeps those that were chosen first. "gka @ drills=.5" trains on rows half of which are drills of
+recall, see `training/fact_drills.py`. Other changes of the recipe: `recipe_changes.py`.
 """
 
 import json
@@ -177,7 +177,7 @@ def data_of(row: dict, block_size: int, args) -> TokenBlocks:
 
 
 def train(student, stage: str, row: dict, seed: int, args, longer: bool = False) -> tuple[dict, Clock]:
-    """One stage with the rates of its recipe. `longer`: `THEN_STEPS` on rows of `then` tokens."""
+    """One stage with the rates of `recipe_changes.rates`. `longer`: `THEN_STEPS` on rows of `then` tokens."""
     recipe, clock = load_recipe(stage), Clock(args)
     steps, size = (recipe_changes.THEN_STEPS, row["then"]) if longer else (row[stage], args.block_size)
     data = data_of(row, size, args)

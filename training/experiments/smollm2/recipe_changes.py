@@ -1,7 +1,7 @@
 """What an arm of `arms.py` may change in conversion and recipe, each behind its `@`.
 
 mixers=.1    the rate of mixers is .1 times that of the recipe, besides the factor `rate` of all rates
-window_rate=.1   distill: of windows alone, see `Recipe`
+window_rate=.1   distill: of windows alone, see `Recipe`; 1 if it is not given, whatever the recipe says
 rope=0       kept layers do not rotate queries and keys
 unshare=1    every query head of the memory has keys and values of its own
 frozen=1     distill leaves the weights of the MLPs as they are
@@ -31,11 +31,11 @@ def conversion(row: dict, memory: str, mixers: dict[str, dict]) -> dict:
 
 def rates(recipe: Recipe, row: dict) -> dict[str, float]:
     """The rates of mixers, of all other weights and of windows."""
-    rest = row["rate"] or 1
+    rest, mixers, windows = (1.0 if row[name] is None else row[name] for name in ("rate", "mixers", "window_rate"))
     return {
-        "learning_rate": recipe.learning_rate * rest * (row["mixers"] or 1),
+        "learning_rate": recipe.learning_rate * rest * mixers,
         "rest_learning_rate": recipe.rest_learning_rate * rest,
-        "window_rate": (row["window_rate"] or 1.0) if recipe.stage == "distill" else 1.0,
+        "window_rate": windows if recipe.stage == "distill" else 1.0,
     }
 
 

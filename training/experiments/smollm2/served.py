@@ -41,7 +41,9 @@ def main(
     speed_length: Annotated[int, typer.Option(help="tokens of a prompt where the speed is measured")] = 2048,
     speed_prompts: Annotated[int, typer.Option(help="such texts at the same time")] = 4,
 ) -> None:
-    """Compare greedy tokens and exact answers on vLLM with those of Transformers, in fp32."""
+    """Compare greedy tokens and exact answers on vLLM with those of Transformers, in fp32, and the speed with that of
+    the teacher.
+    """
     material = Material(AutoTokenizer.from_pretrained(student), text.read_text(encoding="utf-8"))
     asked = {task: [one for d in DEPTHS for one in draw(task, material, length, d, SEED, samples)] for task in TASKS}
     begins = [material.filler[length * i : length * (i + 1)] for i in range(prompts)]
@@ -85,9 +87,9 @@ def table(results: dict) -> str:
     same = f"{round(texts['same'] * texts['prompts'])} of {texts['prompts']}"
     speed = results["speed"]["student"]
     counts = f"{speed['prompts']} texts of {results['settings']['speed_length']:,} tokens"
-    fast = [[role, *(f"{value:.1f}" for value in _rates(found))] for role, found in results["speed"].items()]
+    fast = [[role, *(f"{value:.1f}" for value in _speeds_of(found))] for role, found in results["speed"].items()]
     fast = markdown_table(
-        ["model", "tokens/s", "tokens/s behind the prompts", "seconds for the prompts"], fast, figures=True
+        ["model", "tokens/s", "tokens/s after the prompts", "seconds for the prompts"], fast, figures=True
     )
     return (
         f"{markdown_table(head, rows, figures=True)}\n\n{same} texts of {length:,} tokens are continued by the same"
@@ -128,7 +130,7 @@ def _speeds(llms: dict, prompts: list[list[int]], new_tokens: int) -> dict[str, 
     return {role: counts | {"prompt_seconds": medians[role, 1], "seconds": medians[role, new_tokens]} for role in llms}
 
 
-def _rates(found: dict) -> tuple[float, float, float]:
+def _speeds_of(found: dict) -> tuple[float, float, float]:
     """Tokens per second of the whole run and behind the prompts; seconds of the prompts."""
     first, whole, count = found["prompt_seconds"], found["seconds"], found["prompts"]
     return count * found["new_tokens"] / whole, count * (found["new_tokens"] - 1) / (whole - first), first

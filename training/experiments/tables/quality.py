@@ -1,5 +1,6 @@
 """Tables of the product: what a conversion costs and brings at three sizes, and the mixers beside each other."""
 
+import math
 import statistics
 
 import torch
@@ -22,6 +23,7 @@ from hf_memmix.training.experiments.recall_teacher.report import (
 from hf_memmix.training.experiments.results import read
 from hf_memmix.training.experiments.smollm2 import arms_report
 from hf_memmix.training.experiments.tables.costs import TRAIN, Costs
+from hf_memmix.training.recipe import load_recipe
 
 LONG, TOKENS = 131072, 1e8  # of a cache; of each training stage
 SEQUENCES = (1, 32, 128)  # decoded at the same time
@@ -33,6 +35,7 @@ KEPT = 3  # layers, chosen by `memmix select`
 # the arms of SmolLM2, as options of the mixer
 REAL = {arms_report.WINDOW: "`window=384`", "gka": "`gka`", arms_report.BESIDE: "`gka`, `window=64`"}
 REAL_KEYS = 2 * 3 * 64 * 2  # bytes of the keys and values of one token in a layer: 3 heads of 64 in bf16
+FACTORS = {"rate": "", "window_rate": " for mixers"}
 REAL_LAYERS, REAL_CONTEXT = 30, 8192
 REAL_PROBES = (("fact", 1024), ("fact", 4096))
 SEVERAL = 32  # sequences of the second time of decoding
@@ -73,7 +76,8 @@ def smollm2() -> str:
     whole = [str(REAL_LAYERS), "", _cache(REAL_LAYERS, 0), _decode_text(decode, "teacher", 0), "0", "1.000"]
     lines = [[*whole, *map(_mean_text, _recalled([teacher]))]]
     used: list[dict] = []
-    seeds: dict[int, list[list[float]]] = {}
+    seeds: dict[str, list[list[float]]] = {}
+    factors: list[str] = []
     for kept, arm, changes in arms_report.SHOWN:
         rows = arms_report.shown(files, kept, arm, changes)
         quality = [f"{statistics.mean(row[of] for row in rows):.3f}" for of in ("heldout_kl", "domain_ppl_ratio")]
@@ -81,24 +85,25 @@ def smollm2() -> str:
         recalled = _recalled(rows)
         lines.append([str(kept), REAL[arm], *cost, *quality, *map(_mean_text, recalled)])
         used += rows
-        seeds |= {kept: recalled} if len(rows) > 1 else {}
+        name = f"{kept}, {REAL[arm]}"
+        seeds |= {name: recalled} if len(rows) > 1 else {}
+        factors += [f"{value:g}{FACTORS[change]} ({name})" for change, value in changes.items()]
     head = ["layers kept", "others", f"cache at {REAL_CONTEXT // 1024}k", "ms per token", "KL", "ratio"]
     head += [*(f"`{task}` {n:,}" for task, n in REAL_PROBES), "written", "tasks"]
-    (several,) = seeds
-    furthest = max(abs(one - statistics.mean(cell)) for cell in seeds[several] for one in cell)
+    furthest = max(abs(one - statistics.mean(cell)) for cells in seeds.values() for cell in cells for one in cell)
     questions = sum(files[0]["few_shot"]["questions"].values())
     answers = {cell["answers"] for row in used for cell in row["recall"]}
-    scaled = [
-        f"{changes['rate']:g} ({kept}, {REAL[arm]})" for kept, arm, changes in arms_report.SHOWN if "rate" in changes
-    ]
+    counts = ", ".join(f"{len(cells[0])} ({name})" for name, cells in seeds.items())
+    recipe = load_recipe("distill")
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nSmolLM2-135M-Instruct, {used[0]['tokens'] / 1e6:.0f}M tokens,"
-        f" half of them drills. Rates: those of the recipes, times {', '.join(scaled)}. {several} kept layers: means"
-        f" of {len(seeds[several][0])} seeds, each within {furthest:.0f} points. Training: {_minutes(used)} minutes of"
-        f" a shared GPU. Ms: `generate()` behind {REAL_CONTEXT // 1024}k tokens, 1 and {SEVERAL} sequences. KL: on"
-        f" held-out text; ratio of perplexities: on another domain. `fact`: % right of {max(answers)} choices,"
-        f" ± {_error(used)}; a short window has {_short_window(used[0])}. Written: own answers, at 1,024. Tasks:"
-        f" % right of {questions:,} questions, ± 2. {measured_at(files[0] | {'rows': [teacher, *used]})}."
+        f" half of them drills. One seed, or means of {counts}, each within {math.ceil(furthest)} points. Rates of"
+        f" `distill`: {recipe.learning_rate:g} for mixers, {recipe.rest_learning_rate:.5f} for the rest, or times"
+        f" {', '.join(factors)}. Training: {_minutes(used)} minutes of a shared GPU. Ms: `generate()` behind"
+        f" {REAL_CONTEXT // 1024}k tokens, 1 and {SEVERAL} sequences. KL: on held-out text; ratio of perplexities: on"
+        f" another domain. `fact`: % right of {max(answers)} questions, ± {_error(used)}; a short window has"
+        f" {_short_window(used[0])}. Written: own answers, at 1,024. Tasks: % right of {questions:,} questions, ± 2."
+        f" {measured_at(files[0] | {'rows': [teacher, *used]})}."
     )
 
 

@@ -131,7 +131,7 @@ def _speeds(llms: dict, prompts: list[list[int]], new_tokens: int) -> dict[str, 
 
 
 def _speeds_of(found: dict) -> tuple[float, float, float]:
-    """Tokens per second of the whole run and behind the prompts; seconds of the prompts."""
+    """Tokens per second of the whole run and after the prompts; seconds of the prompts."""
     first, whole, count = found["prompt_seconds"], found["seconds"], found["prompts"]
     return count * found["new_tokens"] / whole, count * (found["new_tokens"] - 1) / (whole - first), first
 

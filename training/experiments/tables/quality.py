@@ -134,12 +134,12 @@ def _cache(kept: int, state_bytes: int) -> str:
 def _recalled(rows: list[dict]) -> list[list[float]]:
     """Percent of right answers, one number per seed: the probes, the generated answers, the mean of the tasks."""
     names = (*(f"{task}_{n}_choice" for task, n in REAL_PROBES), "generated_answers")
-    cells = [[100 * row[name] for row in rows if name in row] for name in names]
+    cells = [[100 * row[name] for row in rows] for name in names]
     return [*cells, [100 * arms_report.mean_of_tasks(row) for row in rows]]
 
 
 def _mean_text(values: list[float]) -> str:
-    return f"{statistics.mean(values):.0f}" if values else ""
+    return f"{statistics.mean(values):.0f}"
 
 
 def _short_window(row: dict) -> str:
